@@ -1,0 +1,31 @@
+# What contributors and CI run. `just` alone lists the recipes.
+
+default:
+    @just --list
+
+# Everything that CI checks.
+ci: lint types layers models test
+
+# Style and formatting.
+lint:
+    ruff check .
+    ruff format --check .
+
+# Rewrite what can be rewritten.
+format:
+    ruff check --fix .
+    ruff format .
+
+types:
+    mypy
+
+# The layers of docs/architecture.md.
+layers:
+    lint-imports
+
+# The weights that tests use.
+models:
+    legato pull smollm2-135m qwen2.5-coder-0.5b
+
+test *ARGS:
+    pytest {{ARGS}}

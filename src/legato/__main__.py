@@ -1,0 +1,6 @@
+"""`python -m legato` is the `legato` command."""
+
+from legato.cli import main
+
+if __name__ == "__main__":
+    main()

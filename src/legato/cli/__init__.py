@@ -1,0 +1,82 @@
+"""The `legato` command: one module per subcommand, each imported when it is used.
+
+Every failure that the user can act on is one line on standard error: exit code 2 for what was asked, 1 for what went
+wrong, 130 after Ctrl-C. A reader that went away (`| head`) is no failure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+
+import click
+
+from legato import __version__
+from legato.errors import ConfigError, LegatoError, RequestError
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "complete": "Continue a text.",
+    "doctor": "Check what works on this machine.",
+    "models": "List the models that can be pulled, and which are here.",
+    "pull": "Download a model.",
+    "serve": "Serve the HTTP API.",
+}
+
+
+class _Commands(click.Group):
+    """Loads a subcommand's module when it is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"legato.cli.{cmd_name}").command
+        return command
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="legato")
+def group() -> None:
+    """Continue text so that the join cannot be seen."""
+
+
+def main() -> None:
+    """Run the command line, and turn every expected failure into one line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):  # Text is UTF-8 whatever the locale says.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        group.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        _leave(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _leave(130)
+    except BrokenPipeError:
+        _leave(0)
+    except (ConfigError, RequestError) as error:
+        _say(error.message)
+        _leave(2)
+    except LegatoError as error:
+        _say(error.message)
+        _leave(1)
+
+
+def _say(message: str) -> None:
+    click.echo(f"legato: {' '.join(message.split())}", err=True)
+
+
+def _leave(code: int) -> None:
+    """Exit; what is still buffered for a reader that went away is given up quietly."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

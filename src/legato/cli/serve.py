@@ -1,0 +1,42 @@
+"""`legato serve`"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import click
+
+from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
+
+__all__ = ["command"]
+
+
+@click.command("serve")
+@config_option
+@model_option
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="Port to listen on; 0 takes a free one.  [default: 8080]")
+@click.option("--demo", is_flag=True, help="Serve a scripted engine, without any model.")
+@click.option("--insecure", is_flag=True, help="Listen on any address without keys.")
+@click.option("--verbose", is_flag=True, help="Log every request: id, path, status and time, never text.")
+def command(
+    config_file: Path | None,
+    model: str | None,
+    host: str | None,
+    port: int | None,
+    demo: bool,
+    insecure: bool,
+    verbose: bool,
+) -> None:
+    """Serve the HTTP API until interrupted. The model is pulled if it is not here yet."""
+    from legato.server.app import serve
+
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    server = {"host": host, "port": port, "insecure": insecure or None}
+    flags = {"server": server, "models": {"demo": {"engine": "scripted"}}} if demo else {"server": server}
+    settings = settings_for(config_file, "demo" if demo else model, flags)
+    ensure_pulled(settings)
+    names = ", ".join(settings.models)
+    asyncio.run(serve(settings, ready=lambda url: click.echo(f"Legato serves {names} at {url}/v1", err=True)))

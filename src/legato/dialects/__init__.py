@@ -1,0 +1,3 @@
+"""Dialects: parse bytes' JSON into a `CompletionRequest`, encode events as one vendor's wire format. Siblings do not
+import each other.
+"""

@@ -1,0 +1,128 @@
+"""What a dialect is, and how its bodies are checked.
+
+A dialect receives a body that is already JSON and returns a `CompletionRequest`; it receives events and returns
+frames. It knows no engine, model or socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from legato.errors import InvalidField, LegatoError
+from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Usage
+
+__all__ = ["Body", "Dialect", "Encoder", "Facts", "read_body", "unknown_fields"]
+
+Facts = Mapping[str, Any]
+"""The `legato` block of an answer (DESIGN 9.1); empty if it was not asked for."""
+
+
+class Encoder(Protocol):
+    """Writes one answer. A stream's frames, folded, are the whole answer's body."""
+
+    def start(self) -> Iterator[bytes]:
+        """Frames before any event."""
+
+    def event(self, event: Accepted | Delta | Finished) -> Iterator[bytes]:
+        """Frames for one event."""
+
+    def end(self, usage: Usage, facts: Facts) -> Iterator[bytes]:
+        """Frames after the last event."""
+
+    def failure(self, error: LegatoError) -> Iterator[bytes]:
+        """Frames that end a stream which cannot go on."""
+
+    def whole(self, answers: tuple[Answer, ...], usage: Usage, facts: Facts) -> bytes:
+        """The body of an answer that is not streamed."""
+
+
+class Dialect(Protocol):
+    """One wire format on one path."""
+
+    stream_type: str
+    """Media type of a stream."""
+
+    def parse(self, body: dict[str, Any]) -> CompletionRequest:
+        """Read a request.
+
+        Raises:
+            RequestError: a field is wrong or asks for what is not there.
+        """
+
+    def encoder(self, request: CompletionRequest) -> Encoder:
+        """Return the writer for one answer."""
+
+    def encode_error(self, error: LegatoError) -> bytes:
+        """Write an error's body."""
+
+
+class Body(BaseModel):
+    """Base of every request body: no coercion, unknown fields kept so that they can be named."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def read_body(kind: type[_Body], body: dict[str, Any]) -> _Body:
+    """Check a body against its model; an explicit null means "not given".
+
+    Raises:
+        InvalidField: the first field that is wrong, with what was given and what is allowed.
+    """
+    given = {key: value for key, value in body.items() if value is not None}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _invalid(kind, given, error) from None
+
+
+def unknown_fields(body: Body) -> tuple[str, ...]:
+    """Return the names of fields that the model does not know, in the order given."""
+    return tuple(body.model_extra or ())
+
+
+def _invalid(kind: type[Body], given: Mapping[str, Any], error: ValidationError) -> InvalidField:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        path = _path(first["loc"])
+        return InvalidField(f"`{path}` is required", param=name)
+    path, value = _resolve(given, first["loc"])
+    field = kind.model_fields.get(name)
+    if field is not None and field.description is not None and path == name:
+        return InvalidField(f"`{name}` must be {field.description}, got {_short(value)}", param=name)
+    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return InvalidField(f"`{path}` {reason[0].lower()}{reason[1:]}, got {_short(value)}", param=name)
+
+
+def _resolve(given: Mapping[str, Any], places: tuple[int | str, ...]) -> tuple[str, Any]:
+    """Follow an error's place as far as it is in the body: the rest names members of a union."""
+    value: Any = given
+    steps: list[int | str] = []
+    for place in places:
+        if isinstance(value, Mapping) and place in value:
+            value = value[place]
+            steps.append(place)
+        elif isinstance(value, list) and isinstance(place, int) and place < len(value):
+            value = value[place]
+            steps.append(place)
+        elif not steps:
+            break
+    return _path(tuple(steps)), value
+
+
+def _path(places: tuple[int | str, ...]) -> str:
+    path = ""
+    for place in places:
+        path += f"[{place}]" if isinstance(place, int) else f".{place}" if path else str(place)
+    return path
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

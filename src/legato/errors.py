@@ -1,0 +1,190 @@
+"""Every failure Legato can report, as one tree.
+
+LegatoError
+├─ RequestError 400        the caller can fix it
+│   ├─ MalformedBody 400, UnsupportedMediaType 415, BodyTooLarge 413, BodyTimeout 408
+│   ├─ InvalidField 400, UnsupportedFeature 400, PromptTooLong 400
+│   └─ NotAuthenticated 401, HostNotAllowed 403, ModelNotFound 404, RouteNotFound 404, MethodNotAllowed 405
+├─ CapacityError           try again later
+│   └─ RateLimited 429, Overloaded 503
+├─ EngineError 500         ours or the engine's fault
+│   └─ GenerationFailed 500, EngineUnavailable 503
+└─ ConfigError             start-up only; the command line exits with 2
+
+A class knows its status; only a dialect turns an error into a body. Nothing here knows HTTP bodies or sockets.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BodyTimeout",
+    "BodyTooLarge",
+    "CapacityError",
+    "ConfigError",
+    "EngineError",
+    "EngineUnavailable",
+    "GenerationFailed",
+    "HostNotAllowed",
+    "InvalidField",
+    "LegatoError",
+    "MalformedBody",
+    "MethodNotAllowed",
+    "ModelNotFound",
+    "NotAuthenticated",
+    "Overloaded",
+    "PromptTooLong",
+    "RateLimited",
+    "RequestError",
+    "RouteNotFound",
+    "UnsupportedFeature",
+    "UnsupportedMediaType",
+]
+
+
+class LegatoError(Exception):
+    """The root. `code` is stable and machine-readable; `param` names the field at fault, if there is one."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class RequestError(LegatoError):
+    """The caller can fix it."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class MalformedBody(RequestError):
+    """The body is not one JSON object that we can read."""
+
+    code = "malformed_body"
+
+
+class UnsupportedMediaType(RequestError):
+    """The body is declared as something other than JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class BodyTooLarge(RequestError):
+    """The body is over the configured limit."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class BodyTimeout(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class InvalidField(RequestError):
+    """A field has a value that is not allowed."""
+
+    code = "invalid_value"
+
+
+class UnsupportedFeature(RequestError):
+    """A field asks for something that this model, engine or version does not do."""
+
+    code = "unsupported"
+
+
+class PromptTooLong(RequestError):
+    """The prompt does not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class NotAuthenticated(RequestError):
+    """The key is missing or wrong."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class HostNotAllowed(RequestError):
+    """The Host header names a host that this server does not answer for."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class ModelNotFound(RequestError):
+    """No served model or alias has this name."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class RouteNotFound(RequestError):
+    """No such path."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, but not with this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class CapacityError(LegatoError):
+    """Try again after `retry_after_s` seconds."""
+
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(CapacityError):
+    """Too many requests are waiting already."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+
+class Overloaded(CapacityError):
+    """The request waited too long for a place."""
+
+
+class EngineError(LegatoError):
+    """Ours or the engine's fault."""
+
+    status = 500
+    code = "engine_error"
+
+
+class GenerationFailed(EngineError):
+    """An accepted Job could not be finished."""
+
+    code = "generation_failed"
+
+
+class EngineUnavailable(EngineError):
+    """The engine is not running and could not be started."""
+
+    status = 503
+    code = "engine_unavailable"
+
+
+class ConfigError(LegatoError):
+    """The configuration, a model file or the machine does not allow a start."""
+
+    code = "config_error"

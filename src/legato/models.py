@@ -1,0 +1,122 @@
+"""The models that a process serves: names, aliases, and the engine behind each.
+
+It receives settings and returns `Models`, which turn a name into a `Model`. It knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from legato.admission import Admission
+from legato.config import LimitSettings, ModelSettings, Settings, worker_environment
+from legato.engines.base import Engine
+from legato.engines.scripted import ScriptedEngine
+from legato.errors import ConfigError, ModelNotFound
+from legato.pull import find_model
+
+__all__ = ["Model", "Models", "load_models", "model_path"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model."""
+
+    name: str
+    engine: Engine
+    admission: Admission
+
+
+class Models:
+    """All served models and the aliases for them."""
+
+    def __init__(self, models: Mapping[str, Model], aliases: Mapping[str, str]) -> None:
+        self._models = dict(models)
+        self._aliases = dict(aliases)
+        for alias, name in aliases.items():
+            if name not in models:
+                raise ConfigError(
+                    f"`aliases.{alias}` names model `{name}`, which is not served; served: {_list(models)}"
+                )
+
+    @property
+    def served(self) -> Mapping[str, Model]:
+        """Every name that `resolve` takes, the models' own first."""
+        return {**self._models, **{alias: self._models[name] for alias, name in self._aliases.items()}}
+
+    @property
+    def own(self) -> tuple[Model, ...]:
+        """Each model once."""
+        return tuple(self._models.values())
+
+    def resolve(self, name: str) -> Model:
+        """Return the model of this name or alias.
+
+        Raises:
+            ModelNotFound: there is none.
+        """
+        model = self._models.get(self._aliases.get(name, name))
+        if model is None:
+            raise ModelNotFound(f"the model `{name}` does not exist; served: {_list(self.served)}", param="model")
+        return model
+
+    async def aclose(self) -> None:
+        """Close every engine."""
+        for model in self._models.values():
+            await model.engine.aclose()
+
+
+def _list(names: Mapping[str, object]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def model_path(name: str, settings: ModelSettings, data_dir: Path) -> Path:
+    """Return the GGUF file of a model: the one configured, or the pulled one of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if settings.path:
+        return Path(settings.path).expanduser()
+    return find_model(name, data_dir)
+
+
+async def load_models(settings: Settings) -> Models:
+    """Start an engine for every configured model.
+
+    Raises:
+        ConfigError: a file is missing or no model, memory does not suffice, or an alias names nothing.
+    """
+    models: dict[str, Model] = {}
+    try:
+        for name, model in settings.models.items():
+            engine = await _start(name, model, settings.data_dir)
+            models[name] = Model(name, engine, _admission(settings.limits))
+        return Models(models, settings.aliases)
+    except BaseException:
+        for started in models.values():
+            await started.engine.aclose()
+        raise
+
+
+async def _start(name: str, settings: ModelSettings, data_dir: Path) -> Engine:
+    if settings.engine == "scripted":
+        return ScriptedEngine()
+    path = model_path(name, settings, data_dir)
+    try:
+        from legato.engines.llamacpp.engine import LlamaCppEngine
+        from legato.engines.llamacpp.worker import WorkerSettings
+    except ImportError:
+        raise ConfigError("the embedded engine is not installed: `pip install 'legato[local]'`") from None
+    worker = WorkerSettings(
+        path=path,
+        context_length=settings.context_length,
+        num_cells=settings.num_cells,
+        num_threads=settings.num_threads,
+    )
+    return await LlamaCppEngine.start(worker, worker_environment())
+
+
+def _admission(limits: LimitSettings) -> Admission:
+    return Admission(max_running=limits.max_running, max_waiting=limits.max_waiting, max_wait_s=limits.max_wait_s)

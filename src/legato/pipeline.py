@@ -1,0 +1,279 @@
+"""From a request to its text: plan the Jobs, run them, join their streams.
+
+It receives a `CompletionRequest` and a `Model`; it returns a `Run`, whose events are the answer. It knows no wire
+format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from legato.errors import InvalidField, UnsupportedFeature
+from legato.models import Model
+from legato.prompting import render
+from legato.text import Assembler, Utf8
+from legato.types import (
+    Accepted,
+    Answer,
+    Chat,
+    CompletionRequest,
+    Delta,
+    Finished,
+    FinishReason,
+    Infill,
+    Job,
+    Prompt,
+    Sampling,
+    SamplingOptions,
+    TextToken,
+    Token,
+    Usage,
+)
+
+__all__ = ["Event", "Report", "Run", "collect", "plan", "total_usage"]
+
+Event = Accepted | Delta | Finished
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a raw prompt or an infill, as OpenAI has it; a chat's default is the rest of the context."""
+_GREEDY_BELOW = 1e-4
+"""A temperature under this is greedy: dividing logits by it would leave the range of single precision."""
+_MAX_SUFFIX_STOP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was done beyond what the wire format shows."""
+
+    seed: int
+    healed_bytes: tuple[int, ...]
+    """Per prompt."""
+    clipped: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A planned request. `events` runs it, once."""
+
+    request: CompletionRequest
+    model: Model
+    jobs: tuple[Job, ...]
+    """Prompt by prompt, `num_choices` each: a Job's place here is its choice's index."""
+    report: Report
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of all choices as they come. Close the iterator to cancel everything.
+
+        Raises:
+            CapacityError: before the first event, if there is no place.
+            EngineError: a choice could not be finished.
+        """
+        if len(self.jobs) == 1:
+            async with aclosing(self._choice(0)) as events:
+                async for event in events:
+                    yield event
+            return
+        queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+        async def forward(choice: int) -> None:
+            try:
+                async with aclosing(self._choice(choice)) as events:
+                    async for event in events:
+                        queue.put_nowait(event)
+                queue.put_nowait(None)
+            except Exception as error:  # noqa: BLE001 - handed over, and raised by the reader
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(forward(choice)) for choice in range(len(self.jobs))]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(self, choice: int) -> AsyncGenerator[Event, None]:
+        """Run one Job within a place."""
+        request, job = self.request, self.jobs[choice]
+        prefix = job.prompt.prefix
+        text = Assembler(
+            heal=job.prompt.heal,
+            stops=self._stops(),
+            before=prefix if self._joins_stops() else "",
+            offset=len(prefix) if request.output.echo else 0,
+        )
+        num_cached = 0
+        reason: FinishReason = "stop"
+        async with self.model.admission.place(), aclosing(self.model.engine.generate(job)) as steps:
+            async for step in steps:
+                if step.num_cached:
+                    num_cached = step.num_cached
+                if not step.tokens and not step.prompt and step.finish is None:
+                    yield Accepted(choice)
+                    if request.output.echo and not job.score_prompt:
+                        yield Delta(choice, prefix)
+                    continue
+                if step.prompt:
+                    yield Delta(choice, prefix, _prompt_tokens(step.prompt, prefix))
+                for token in step.tokens:
+                    released, tokens = text.feed(token)
+                    if released or tokens:
+                        yield Delta(choice, released, self._shown(tokens))
+                    if text.matched is not None:
+                        break
+                if text.matched is not None:
+                    break
+                if step.finish is not None:
+                    reason = step.finish
+        released, tokens = text.flush()
+        if released or tokens:
+            yield Delta(choice, released, self._shown(tokens))
+        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached)
+        matched = text.matched if text.matched in request.stops.strings else None
+        yield Finished(choice, reason, matched, usage)
+
+    def _shown(self, tokens: tuple[TextToken, ...]) -> tuple[TextToken, ...]:
+        return tokens if self.request.output.logprobs is not None else ()
+
+    def _joins_stops(self) -> bool:
+        """Whether a stop may begin before the seam."""
+        across = self.request.stops.across_seam
+        return isinstance(self.request.source, Chat) if across is None else across
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = self.request.stops.strings
+        if isinstance(self.request.source, Infill):
+            line = _suffix_line(self.request.source.suffix)
+            return (*stops, line) if line else stops
+        return stops
+
+
+def plan(request: CompletionRequest, model: Model) -> Run:
+    """Settle everything a request leaves open: defaults, limits, the seed.
+
+    Raises:
+        RequestError: the request cannot be run by this model.
+    """
+    engine, output = model.engine, request.output
+    if output.logprobs is not None and not engine.capabilities.logprobs:
+        raise UnsupportedFeature(f"`logprobs` is not something that model `{model.name}` can report", param="logprobs")
+    vocab_size = len(engine.tokenizer.pieces)
+    for id in request.sampling.logit_bias:
+        if not 0 <= id < vocab_size:
+            raise InvalidField(
+                f"`logit_bias` names token id {id}; this model's ids run from 0 to {vocab_size - 1}", param="logit_bias"
+            )
+    prompts = render(request, engine.profile, engine.tokenizer, engine.seam)
+    seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(32)
+    sampling = _settle(request.sampling, seed)
+    jobs = []
+    clipped = False
+    for prompt in prompts:
+        room = engine.profile.context_length - prompt.num_tokens
+        wanted = request.max_tokens
+        if wanted is None:
+            wanted = room if isinstance(request.source, Chat) else DEFAULT_MAX_TOKENS
+        clipped = clipped or (request.max_tokens or 0) > room
+        for choice in range(request.num_choices):
+            jobs.append(_job(request, prompt, choice, min(wanted, room), sampling))
+    report = Report(
+        seed=seed,
+        healed_bytes=tuple(len(prompt.heal) for prompt in prompts),
+        clipped=("max_tokens",) if clipped else (),
+        ignored=request.ignored,
+    )
+    return Run(request, model, tuple(jobs), report)
+
+
+def _job(request: CompletionRequest, prompt: Prompt, choice: int, max_tokens: int, sampling: Sampling) -> Job:
+    return Job(
+        id=secrets.token_hex(12),
+        choice=choice,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        canonical=request.seam.canonical,
+        logprobs=request.output.logprobs,
+        score_prompt=request.output.echo
+        and request.output.logprobs is not None
+        and not isinstance(request.source, Chat),
+    )
+
+
+def _settle(asked: SamplingOptions, seed: int) -> Sampling:
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    return Sampling(
+        seed=seed,
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=max(0, asked.top_k or 0),
+        min_p=asked.min_p or 0.0,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        logit_bias=asked.logit_bias,
+    )
+
+
+def _suffix_line(suffix: str) -> str | None:
+    """Return the head of a suffix, to the end of its first line with text: where an infill would repeat it."""
+    stripped = suffix.lstrip()
+    line = stripped.split("\n", 1)[0].rstrip()
+    if len(line) < 3:
+        return None
+    head = suffix[: len(suffix) - len(stripped)] + line
+    return head[-_MAX_SUFFIX_STOP:]
+
+
+def _prompt_tokens(tokens: Sequence[Token], prefix: str) -> tuple[TextToken, ...]:
+    """Show a scored prompt's tokens; a start token that is not in the caller's text shows as no text."""
+    utf8 = Utf8()
+    shown = []
+    offset = 0
+    for index, token in enumerate(tokens):
+        text = utf8.feed(token.data)
+        if index == 0 and not prefix.startswith(text):
+            text = ""
+        shown.append(TextToken(text, token.data, offset, token.logprob, token.top))
+        offset += len(text)
+    return tuple(shown)
+
+
+async def collect(events: AsyncIterator[Event]) -> tuple[Answer, ...]:
+    """Fold a stream into whole choices, by index."""
+    texts: dict[int, list[str]] = {}
+    tokens: dict[int, list[TextToken]] = {}
+    answers = {}
+    async for event in events:
+        match event:
+            case Delta(choice, text, some):
+                texts.setdefault(choice, []).append(text)
+                tokens.setdefault(choice, []).extend(some)
+            case Finished(choice, reason, _, usage):
+                answers[choice] = Answer(
+                    choice, "".join(texts.get(choice, [])), tuple(tokens.get(choice, [])), reason, usage
+                )
+    return tuple(answers[choice] for choice in sorted(answers))
+
+
+def total_usage(usages: Sequence[Usage], num_choices: int) -> Usage:
+    """Sum up usage over choices, by index; a prompt counts once, however many choices it has."""
+    firsts = usages[::num_choices]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in firsts),
+    )

@@ -1,0 +1,69 @@
+"""What is known about a model: a `Profile`, read from its metadata and overridable in the configuration.
+
+It receives GGUF metadata as text and returns a frozen value. It does not render prompts and does not load models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["InfillTokens", "Profile", "profile_from_metadata"]
+
+
+@dataclass(frozen=True, slots=True)
+class InfillTokens:
+    """The ids that stand before the prefix, the suffix and the middle of an infill prompt."""
+
+    prefix: int
+    suffix: int
+    middle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Facts about one model."""
+
+    context_length: int
+    """The most tokens that prompt and answer may have together."""
+    chat_template: str | None = None
+    """A jinja2 template as Hugging Face writes them; None if the model cannot chat."""
+    start_text: str = ""
+    """What `bos_token` prints in the template."""
+    end_text: str = ""
+    """What `eos_token` prints in the template."""
+    infill: InfillTokens | None = None
+    """None if the model has no infill tokens."""
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether messages can be rendered."""
+        return self.chat_template is not None
+
+
+def profile_from_metadata(
+    metadata: Mapping[str, str], pieces: Mapping[int, bytes], infill_ids: Mapping[str, int], context_length: int
+) -> Profile:
+    """Read a profile.
+
+    Args:
+        metadata: GGUF keys and values; `tokenizer.*` is read.
+        pieces: the bytes of the special tokens, by id.
+        infill_ids: ids for `prefix`, `suffix` and `middle`, as far as the vocabulary has them.
+        context_length: in tokens.
+    """
+
+    def text(key: str) -> str:
+        id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return pieces.get(int(id), b"").decode() if id is not None else ""
+
+    infill = None
+    if {"prefix", "suffix", "middle"} <= infill_ids.keys():
+        infill = InfillTokens(infill_ids["prefix"], infill_ids["suffix"], infill_ids["middle"])
+    return Profile(
+        context_length=context_length,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        start_text=text("bos"),
+        end_text=text("eos"),
+        infill=infill,
+    )

@@ -1,0 +1,308 @@
+"""From what was asked to token ids: chats, raw prompts and infills become `Prompt`s, cut at the seam.
+
+It receives a source, a profile and a tokenizer; it returns `Prompt`s. It knows no engine and no wire format.
+
+Two rules hold throughout. Text that a user typed never becomes a control token, except in a raw prompt, where markers
+arrive that way. And the text that is continued is tokenised apart from the scaffold before it, so that where it is
+cut makes no difference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from legato.errors import InvalidField, PromptTooLong, UnsupportedFeature
+from legato.profiles import Profile
+from legato.seam import Seam
+from legato.types import Chat, CompletionRequest, Infill, Mark, Message, Prompt, SeamOptions, Text, Tokenizer
+
+__all__ = ["render", "render_chat"]
+
+_INSTRUCTED = "Continue the text. Write only what comes next."
+
+
+def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, seam: Seam) -> tuple[Prompt, ...]:
+    """Render a request's prompts, in order.
+
+    Raises:
+        InvalidField: a message, prompt or token id is not usable.
+        UnsupportedFeature: the model cannot chat or has no infill tokens.
+        PromptTooLong: a prompt leaves no room in the context.
+    """
+    renderer = _Renderer(profile, tokenizer, seam, request.seam)
+    match request.source:
+        case Chat() as chat:
+            return (renderer.chat(chat),)
+        case Infill() as infill:
+            return (renderer.infill(infill),)
+        case Text(prompts, None):
+            return tuple(renderer.raw(prompt) for prompt in prompts)
+        case Text(prompts, instructions):
+            return tuple(renderer.instructed(prompt, instructions or "") for prompt in prompts)
+
+
+class _Renderer:
+    """Renders for one model."""
+
+    def __init__(self, profile: Profile, tokenizer: Tokenizer, seam: Seam, options: SeamOptions) -> None:
+        self._profile = profile
+        self._tokenizer = tokenizer
+        self._seam = seam
+        self._options = options
+
+    def chat(self, chat: Chat) -> Prompt:
+        """Render closed turns and open the assistant's; the mark's prefix follows as plain text."""
+        scaffold, prefix = self._scaffold(chat)
+        return self._prompt(scaffold, self._plain(prefix), prefix=chat.mark.prefix if chat.mark else "")
+
+    def raw(self, prompt: str | tuple[int, ...]) -> Prompt:
+        """Take a prompt as it is; markers in it are control tokens."""
+        start = self._tokenizer.start_id
+        if isinstance(prompt, str):
+            ids = self._encode(prompt.encode(), special=True)
+        else:
+            ids = list(prompt)
+            last = len(self._tokenizer.pieces) - 1
+            for index, id in enumerate(ids):
+                if not 0 <= id <= last:
+                    raise InvalidField(
+                        f"`prompt` has token id {id} at index {index}; ids run from 0 to {last}", param="prompt"
+                    )
+        text = b"".join(self._tokenizer.pieces[id] for id in ids)
+        if start is not None and ids[:1] != [start]:
+            ids = [start, *ids]
+        if not ids:
+            raise InvalidField("`prompt` is empty, and this model has no start token to begin from", param="prompt")
+        floor = max((at + 1 for at, id in enumerate(ids) if id in self._tokenizer.control_ids), default=0)
+        tail = ids[floor:]
+        if isinstance(prompt, str):
+            shown = prompt
+        else:
+            shown = text.decode("utf-8", "replace")
+            if self._plain(b"".join(self._tokenizer.pieces[id] for id in tail)) != tail:
+                floor = len(ids)  # Not what the tokenizer gives for this text: the caller means these very tokens.
+        return self._prompt(ids[:floor], ids[floor:], prefix=shown)
+
+    def instructed(self, prompt: str | tuple[int, ...], instructions: str) -> Prompt:
+        """Continue a prompt under instructions, which are never part of the text."""
+        if not isinstance(prompt, str):
+            raise InvalidField("`instructions` needs `prompt` to be text, not token ids", param="instructions")
+        if self._profile.can_chat:
+            messages = (Message("system", instructions), Message("user", _INSTRUCTED))
+            return self.chat(Chat(messages, Mark(prompt)))
+        header = self._plain(f"{instructions}\n{_INSTRUCTED}\n\n")
+        start = self._tokenizer.start_id
+        return self._prompt([*([] if start is None else [start]), *header], self._plain(prompt), prefix=prompt)
+
+    def infill(self, infill: Infill) -> Prompt:
+        """Lay out prefix and suffix around the markers; the prefix's last bytes are written again behind the middle
+        marker.
+        """
+        marks = self._profile.infill
+        if marks is None:
+            raise UnsupportedFeature(
+                "`suffix` needs a model with infill tokens, and this one has none; `qwen2.5-coder-0.5b` has them",
+                param="suffix",
+            )
+        ids = self._plain(infill.prefix)
+        kept, heal = self._seam.split(ids, 0) if self._options.heal else (len(ids), b"")
+        start = self._tokenizer.start_id
+        scaffold = [
+            *([] if start is None else [start]),
+            marks.prefix,
+            *ids[:kept],
+            marks.suffix,
+            *self._plain(infill.suffix),
+            marks.middle,
+        ]
+        num_tokens = len(scaffold) + len(ids) - kept
+        return self._checked(
+            Prompt(
+                ids=tuple(scaffold),
+                heal=heal,
+                origin=len(infill.prefix.encode()) - len(heal),
+                num_tokens=num_tokens,
+                floor=len(scaffold),
+                prefix=infill.prefix,
+            )
+        )
+
+    def _prompt(self, scaffold: Sequence[int], ids: Sequence[int], *, prefix: str) -> Prompt:
+        """Cut scaffold and text at the seam."""
+        pieces = self._tokenizer.pieces
+        every = [*scaffold, *ids]
+        kept, heal = len(every), b""
+        if self._options.heal:
+            kept, heal = self._seam.split(every, len(scaffold))
+            if kept == 0:  # Nothing to predict the first token from: it is kept as it is.
+                kept, heal = 1, heal[len(pieces[every[0]]) :]
+        origin = sum(len(pieces[id]) for id in every[:kept])
+        return self._checked(Prompt(tuple(every[:kept]), heal, origin, len(every), len(scaffold), prefix))
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        limit = self._profile.context_length
+        if prompt.num_tokens >= limit:
+            raise PromptTooLong(
+                f"this model's maximum context length is {limit} tokens, but the prompt has {prompt.num_tokens}; "
+                "at least one must be left for the answer"
+            )
+        return prompt
+
+    def _plain(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return self._encode(data, special=False)
+
+    def _encode(self, data: bytes, *, special: bool) -> list[int]:
+        """Tokenise, and make sure that nothing was lost: a vocabulary need not have every byte."""
+        ids = self._tokenizer.encode(data, special=special)
+        spelled = b"".join(self._tokenizer.pieces[id] for id in ids)
+        if spelled != data:
+            at = next((i for i, (a, b) in enumerate(zip(spelled, data, strict=False)) if a != b), len(spelled))
+            while at and 0x80 <= data[at] < 0xC0:
+                at -= 1
+            character = data[at:].decode()[:1]
+            raise InvalidField(
+                f"a text has the character U+{ord(character):04X} at byte {at}, which this model cannot spell"
+            )
+        return ids
+
+    def _scaffold(self, chat: Chat) -> tuple[list[int], str]:
+        """Render the template; return the ids up to the open assistant turn, and the text that stands in it."""
+        text, literals = render_chat(chat, self._profile, _control_text(self._tokenizer))
+        ids: list[int] = []
+        start = self._tokenizer.start_id
+        for part, is_literal in _parts(text, literals):
+            ids += self._encode(part.encode(), special=not is_literal)
+        if start is not None and ids[:1] != [start]:
+            ids = [start, *ids]
+        mark = chat.mark
+        if mark is None:
+            return ids, ""
+        named = f"{mark.name}: " if mark.name else ""
+        return ids, named + mark.prefix
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chat templates
+
+
+class _TemplateError(Exception):
+    """What a template raises by `raise_exception`."""
+
+
+def render_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str]) -> tuple[str, Mapping[str, str]]:
+    """Render a chat's closed turns with the generation prompt.
+
+    Returns the text, in which every piece of typed text that reads like a control token (`control_text`) is a
+    sentinel, and what stands behind each sentinel.
+
+    Raises:
+        UnsupportedFeature: the model has no chat template.
+        InvalidField: the template refuses the messages.
+    """
+    if profile.chat_template is None:
+        raise UnsupportedFeature("this model has no chat template, so it takes no `messages`", param="messages")
+    literals: dict[str, str] = {}
+    nonce = secrets.token_hex(8)
+
+    def hide(match: re.Match[str]) -> str:
+        sentinel = f"\ue000{nonce}.{len(literals)}\ue001"
+        literals[sentinel] = match.group()
+        return sentinel
+
+    def guard(value: Any) -> Any:
+        match value:
+            case str():
+                return control_text.sub(hide, value)
+            case Mapping():
+                return {guard(key): guard(item) for key, item in value.items()}
+            case list() | tuple():
+                return [guard(item) for item in value]
+            case _:
+                return value
+
+    try:
+        text = _template(profile.chat_template).render(
+            messages=[guard(_message(message)) for message in chat.messages],
+            tools=guard(chat.tools) or None,
+            add_generation_prompt=True,
+            bos_token=profile.start_text,
+            eos_token=profile.end_text,
+        )
+    except _TemplateError as error:
+        raise InvalidField(f"`messages` are refused by the model's chat template: {error}", param="messages") from None
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise InvalidField(
+            f"`messages` cannot be rendered by the model's chat template: {error}", param="messages"
+        ) from None
+    return text, literals
+
+
+def _message(message: Message) -> dict[str, Any]:
+    values: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        values["name"] = message.name
+    if message.reasoning is not None:
+        values["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        values["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        values["tool_call_id"] = message.tool_call_id
+    return values
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn arguments, which arrive as JSON text, into the object that templates print."""
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        with suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
+@lru_cache(maxsize=16)
+def _control_text(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return a pattern for the names of all control tokens, the longest first."""
+    names = {tokenizer.pieces[id].decode("utf-8", "replace") for id in tokenizer.control_ids} - {""}
+    return re.compile(
+        "|".join(re.escape(name) for name in sorted(names, key=lambda name: (-len(name), name))) or "(?!)"
+    )
+
+
+@lru_cache(maxsize=16)
+def _template(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise _TemplateError(message)
+
+
+def _parts(text: str, literals: Mapping[str, str]) -> list[tuple[str, bool]]:
+    """Split rendered text at the sentinels; return the parts, and with each whether it is a literal."""
+    parts = []
+    for part in re.split("(\ue000[0-9a-f]+\\.[0-9]+\ue001)", text):
+        if part:
+            parts.append((literals.get(part, part), part in literals))
+    return parts

@@ -1,0 +1,1 @@
+"""The HTTP server: sockets in, dialects and the pipeline behind it."""

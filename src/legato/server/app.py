@@ -1,0 +1,264 @@
+"""The ASGI application: which path speaks which dialect, and the three operational routes.
+
+`create_app` receives what it needs as arguments; there are no globals. `serve` runs it with uvicorn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from legato.config import LimitSettings, ServerSettings, Settings
+from legato.dialects.base import Dialect, Facts
+from legato.dialects.openai import ChatDialect, CompletionsDialect, encode_openai_error
+from legato.errors import ConfigError, LegatoError, MethodNotAllowed, RouteNotFound
+from legato.models import Model, Models, load_models
+from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, collect, plan, total_usage
+from legato.server.middleware import Gate, Guarded, PathError
+from legato.server.streaming import send_body, send_stream, while_connected
+from legato.types import Delta, Finished, Usage
+from legato.wire import encode_json, parse_body
+
+__all__ = ["create_app", "listen", "run_app", "serve"]
+
+_GRACE_S = 5
+_PLAN_IN_THREAD_BYTES = 32 * 1024
+"""A body larger than this is tokenised off the event loop."""
+
+
+def create_app(models: Models, server: ServerSettings, limits: LimitSettings) -> ASGIApp:
+    """Build the application over models that are already loaded."""
+    gate = Gate(server, limits)
+    started = int(time.time())
+
+    def generation(path: str, dialect: Dialect) -> Route:
+        endpoint = Generation(dialect, models, gate)
+        return Route(path, Guarded(gate, dialect.encode_error, endpoint), methods=["POST"])
+
+    async def health(scope: Scope, receive: Receive, send: Send) -> None:
+        counts = {
+            model.name: {"running": model.admission.num_running, "waiting": model.admission.num_waiting}
+            for model in models.own
+        }
+        await send_body(send, encode_json({"status": "ok", "models": counts}), status=200, headers={})
+
+    async def list_models(scope: Scope, receive: Receive, send: Send) -> None:
+        entries = [_entry(name, model, started) for name, model in models.served.items()]
+        await send_body(send, encode_json({"object": "list", "data": entries}), status=200, headers={})
+
+    async def show_model(scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["name"]
+        entry = _entry(name, models.resolve(name), started)
+        await send_body(send, encode_json(entry), status=200, headers={})
+
+    async def not_found(request: Request, error: Exception) -> Any:
+        path = request.scope["path"]
+        return PathError(RouteNotFound(f"there is nothing at `{path}`"), encode_openai_error, {})
+
+    async def not_allowed(request: Request, error: Exception) -> Any:
+        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+        allowed = headers.get("Allow", "")
+        message = f"`{request.scope['path']}` takes {allowed}, got {request.method}"
+        return PathError(MethodNotAllowed(message), encode_openai_error, {"allow": allowed})
+
+    app = Starlette(
+        routes=[
+            generation("/v1/completions", CompletionsDialect()),
+            generation("/v1/chat/completions", ChatDialect()),
+            Route("/v1/models", Guarded(gate, encode_openai_error, list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", Guarded(gate, encode_openai_error, show_model), methods=["GET"]),
+            Route("/health", Guarded(gate, encode_openai_error, health, is_public=True), methods=["GET"]),
+        ],
+        exception_handlers={404: not_found, 405: not_allowed},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
+    profile = model.engine.profile
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "legato",
+        "capabilities": {
+            "chat": profile.can_chat,
+            "prefix": True,
+            "infill": profile.infill is not None,
+            "reasoning": False,
+            "context_length": profile.context_length,
+            "default_max_tokens": {"completions": DEFAULT_MAX_TOKENS, "chat": None},
+        },
+    }
+
+
+class Generation:
+    """The endpoint of one dialect's path."""
+
+    def __init__(self, dialect: Dialect, models: Models, gate: Gate) -> None:
+        self._dialect = dialect
+        self._models = models
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Parse, plan, run and answer."""
+        body = await self._gate.read_body(scope, receive)
+        request = self._dialect.parse(parse_body(body))
+        model = self._models.resolve(request.model)
+        if len(body) > _PLAN_IN_THREAD_BYTES:
+            run = await while_connected(receive, asyncio.to_thread(plan, request, model))
+        else:
+            run = plan(request, model)
+        headers = _report_headers(run.report)
+        if request.output.stream:
+            async with aclosing(run.events()) as events:
+                first = await while_connected(receive, anext(events))
+                stream = send_stream(
+                    send,
+                    self._frames(run, first, events),
+                    status=200,
+                    headers={**headers, "content-type": self._dialect.stream_type},
+                )
+                await while_connected(receive, stream)
+        else:
+            answers = await while_connected(receive, collect(run.events()))
+            usage = total_usage([answer.usage for answer in answers], request.num_choices)
+            body = self._dialect.encoder(request).whole(answers, usage, _facts(run, usage))
+            await send_body(send, body, status=200, headers=headers)
+
+    async def _frames(self, run: Run, first: Event, events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+        encoder = self._dialect.encoder(run.request)
+        usages: dict[int, Usage] = {}
+        try:
+            for frame in encoder.start():
+                yield frame
+            for frame in encoder.event(first):
+                yield frame
+            async for event in events:
+                if isinstance(event, Delta) and not event.text and not event.tokens:
+                    continue
+                if isinstance(event, Finished):
+                    usages[event.choice] = event.usage
+                for frame in encoder.event(event):
+                    yield frame
+        except LegatoError as error:
+            for frame in encoder.failure(error):
+                yield frame
+            return
+        usage = total_usage([usages[choice] for choice in sorted(usages)], run.request.num_choices)
+        for frame in encoder.end(usage, _facts(run, usage)):
+            yield frame
+
+
+def _report_headers(report: Report) -> dict[str, str]:
+    headers = {
+        "legato-seed": str(report.seed),
+        "legato-healed": ", ".join(map(str, report.healed_bytes)),
+    }
+    if report.ignored:
+        headers["legato-ignored"] = ", ".join(quote(name, safe="[]._-") for name in report.ignored)
+    if report.clipped:
+        headers["legato-clipped"] = ", ".join(report.clipped)
+    return headers
+
+
+def _facts(run: Run, usage: Usage) -> Facts:
+    """Return the `legato` block, if it was asked for."""
+    if not run.request.output.report:
+        return {}
+    report = run.report
+    return {
+        "seed": report.seed,
+        "healed_bytes": list(report.healed_bytes),
+        "cached_tokens": usage.cached_tokens,
+        "ignored": list(report.ignored),
+        "clipped": list(report.clipped),
+        "rounds": 1,
+    }
+
+
+async def serve(settings: Settings, *, ready: Callable[[str], None]) -> None:
+    """Load the models and serve until SIGINT or SIGTERM. `ready` is called with the base URL.
+
+    Raises:
+        ConfigError: the address is taken, or a model cannot be loaded.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with listen(settings.server) as listener:
+        loading = asyncio.create_task(load_models(settings))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            return
+        models = loading.result()
+        try:
+            host, port = listener.getsockname()[:2]
+            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            await run_app(create_app(models, settings.server, settings.limits), listener, stop=stop)
+        finally:
+            await models.aclose()
+
+
+def listen(server: ServerSettings) -> socket.socket:
+    """Open the listening socket.
+
+    Raises:
+        ConfigError: the address is taken or not ours.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((server.host.strip("[]"), server.port))
+        listener.listen(2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
+    return listener
+
+
+async def run_app(app: ASGIApp, listener: socket.socket, *, stop: asyncio.Event) -> None:
+    """Serve an application on a socket until `stop` is set; requests that run then have a few seconds to end."""
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_config=None,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    server.should_exit = True
+    await serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield

@@ -1,0 +1,234 @@
+"""What happens around every request: who may ask, how a body is read, how a failure becomes an answer.
+
+It receives ASGI requests and hands bodies on. Nothing below it knows HTTP. A failure before the body was read is
+answered at once; then the rest of the body is discarded within bounds and the connection closed, so that its bytes
+are never taken for another request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+
+from starlette.types import Message, Receive, Scope, Send
+
+from legato.config import LimitSettings, ServerSettings, is_loopback
+from legato.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    CapacityError,
+    HostNotAllowed,
+    LegatoError,
+    NotAuthenticated,
+    UnsupportedMediaType,
+)
+from legato.server.streaming import ClientGone, send_body
+
+__all__ = ["Gate", "Guarded", "PathError", "Reply", "header"]
+
+_log = logging.getLogger("legato.server")
+
+_DRAIN_S = 2.0
+_LOOPBACK_NAMES = frozenset([b"localhost", b"127.0.0.1", b"[::1]"])
+
+Reply = Callable[[LegatoError], bytes]
+"""Writes an error's body, as the path's dialect has it."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Return the value of a request header; of several, the first."""
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+class Gate:
+    """Checks a request's host and key, and reads its body."""
+
+    def __init__(self, server: ServerSettings, limits: LimitSettings) -> None:
+        self._digests: Sequence[bytes] = server.key_digests()
+        self._limits = limits
+        names = {name.encode().lower() for name in server.allowed_hosts}
+        if not names and is_loopback(server.host):
+            names = {*_LOOPBACK_NAMES, server.host.encode().lower()}
+        self._hosts = names
+
+    def check_host(self, scope: Scope) -> None:
+        """Refuse a Host header that is not ours: a page elsewhere may have pointed its own name at this machine.
+
+        Raises:
+            HostNotAllowed: it is not.
+        """
+        if not self._hosts:
+            return
+        value = (header(scope, b"host") or b"").lower()
+        name = value[: value.index(b"]") + 1] if value.startswith(b"[") and b"]" in value else value.split(b":")[0]
+        if name not in self._hosts:
+            shown = name.decode("latin-1")
+            raise HostNotAllowed(f"this server does not answer for host `{shown}`; see `server.allowed_hosts`")
+
+    def check_key(self, scope: Scope) -> None:
+        """Refuse a caller without a key, if keys are configured. Keys are compared as hashes of bytes, in constant
+        time.
+
+        Raises:
+            NotAuthenticated: the key is missing or wrong.
+        """
+        if not self._digests:
+            return
+        scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not token.strip():
+            raise NotAuthenticated("no key was given: send `Authorization: Bearer KEY`")
+        digest = hashlib.sha256(token.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # All of them: no early end.
+        if not any(matches):
+            raise NotAuthenticated("Incorrect API key provided")
+
+    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Read a JSON body.
+
+        Raises:
+            UnsupportedMediaType: it is declared as something else.
+            BodyTooLarge: it is over the limit.
+            BodyTimeout: it did not arrive in time.
+            ClientGone: the client left.
+        """
+        kind = (header(scope, b"content-type") or b"application/json").split(b";")[0].strip().lower()
+        if kind != b"application/json" and not kind.endswith(b"+json"):
+            raise UnsupportedMediaType(
+                f"the body must be JSON (`application/json`), got content type `{kind.decode('latin-1')}`"
+            )
+        limit = self._limits.max_body_bytes
+        too_large = BodyTooLarge(f"the body may have at most {limit} bytes")
+        length = header(scope, b"content-length") or b"0"
+        if not length.isdigit() or int(length[:20]) > limit:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    data += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(data) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise BodyTimeout(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+        return bytes(data)
+
+
+class Guarded:
+    """An ASGI endpoint with the gate before it and error handling around it."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        reply: Reply,
+        endpoint: Callable[[Scope, Receive, Send], Awaitable[None]],
+        *,
+        is_public: bool = False,
+    ) -> None:
+        self._gate = gate
+        self._reply = reply
+        self._endpoint = endpoint
+        self._is_public = is_public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        exchange = _Exchange(scope, receive, send)
+        started = time.perf_counter()
+        try:
+            self._gate.check_host(scope)
+            if not self._is_public:
+                self._gate.check_key(scope)
+            await self._endpoint(scope, exchange.receive, exchange.send)
+        except ClientGone:
+            exchange.status = 499
+        except LegatoError as error:
+            await exchange.fail(error, self._reply)
+        except Exception:  # noqa: BLE001 - the last resort: logged here, and nowhere else
+            _log.exception("request %s failed", exchange.id)
+            await exchange.fail(
+                LegatoError(f"something went wrong in the server; its log has the reason under {exchange.id}"),
+                self._reply,
+            )
+        _log.info(
+            "%s %s %s %d %.1f ms",
+            exchange.id,
+            scope["method"],
+            scope["path"],
+            exchange.status,
+            1000 * (time.perf_counter() - started),
+        )
+
+
+class _Exchange:
+    """One request and its answer, as far as they have come."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.id = secrets.token_hex(8)
+        self.status = 0
+        self._receive = receive
+        self._send = send
+        self._has_more = (
+            header(scope, b"transfer-encoding") is not None or (header(scope, b"content-length") or b"0") != b"0"
+        )
+
+    async def receive(self) -> Message:
+        """Receive, and note whether the body has ended."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._has_more = False
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send, with the request's id in the headers."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", self.id.encode())]}
+        await self._send(message)
+
+    async def fail(self, error: LegatoError, reply: Reply, extra: Mapping[str, str] | None = None) -> None:
+        """Answer with an error; if the answer has begun there is nothing left to say here."""
+        if self.status:
+            return
+        headers = dict(extra or {})
+        if isinstance(error, CapacityError):
+            headers["retry-after"] = str(error.retry_after_s)
+        if isinstance(error, NotAuthenticated):
+            headers["www-authenticate"] = "Bearer"
+        drain = None
+        if self._has_more:
+            headers["connection"] = "close"
+            drain = self._drain()
+        with suppress(OSError):
+            await send_body(self.send, reply(error), status=error.status, headers=headers, drain=drain)
+
+    async def _drain(self) -> None:
+        """Discard the rest of the body for a while, so that the client reads the answer instead of a reset."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while self._has_more:
+                    await self.receive()
+
+
+class PathError:
+    """An ASGI application that answers with an error, whatever the body: an unknown path, a method that a path does
+    not take.
+    """
+
+    def __init__(self, error: LegatoError, reply: Reply, headers: Mapping[str, str]) -> None:
+        self._error = error
+        self._reply = reply
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await _Exchange(scope, receive, send).fail(self._error, self._reply, self._headers)

@@ -1,0 +1,361 @@
+"""The values that pass between stages: frozen, built from the standard library alone.
+
+They hold what was asked (`CompletionRequest`), what will run (`Prompt`, `Job`) and what comes back (`Step`, `Delta`,
+`Finished`). They do not know HTTP, JSON field names, or any tokenizer's library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+__all__ = [
+    "Accepted",
+    "Answer",
+    "Capabilities",
+    "Channel",
+    "Chat",
+    "CompletionRequest",
+    "Delta",
+    "FinishReason",
+    "Finished",
+    "Infill",
+    "Job",
+    "Mark",
+    "Message",
+    "Output",
+    "Prompt",
+    "Sampling",
+    "SamplingOptions",
+    "ScoredToken",
+    "SeamOptions",
+    "Source",
+    "Step",
+    "Stops",
+    "Text",
+    "TextToken",
+    "Token",
+    "Tokenizer",
+    "Usage",
+]
+
+Channel = Literal["content", "reasoning"]
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+class Tokenizer(Protocol):
+    """Bytes to token ids and back. Ids run from 0 to `len(pieces) - 1`. Compared and hashed by identity."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """The bytes of every token, by id; a control token has the bytes of its name."""
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that are not text: control tokens and unused places of the vocabulary."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Control ids that end an answer."""
+
+    @property
+    def start_id(self) -> int | None:
+        """The start-of-text id that this model wants before every prompt; None if it wants none."""
+
+    def encode(self, data: bytes, *, special: bool) -> list[int]:
+        """Tokenise UTF-8 `data`; control-token text becomes control ids only if `special`. Adds no start token."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was asked. None means "not said"; `pipeline.plan` fills it.
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Raw prompts, each text or token ids, continued as they are."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    instructions: str | None = None
+    """How to continue, as a top-level directive (MoArk's `instructions`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """The text before and after the cursor."""
+
+    prefix: str
+    suffix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is continued: the assistant's text so far, which is not among the chat's messages."""
+
+    prefix: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Closed turns, and the open one if a mark was given."""
+
+    messages: tuple[Message, ...]
+    mark: Mark | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+Source = Text | Infill | Chat
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Sampling as asked."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Texts that end the answer and are not shown."""
+
+    strings: tuple[str, ...] = ()
+    across_seam: bool | None = None
+    """Whether a stop may begin before the seam; None: on a marked prefix, yes; on a raw prompt, no."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeamOptions:
+    """Both are on unless the caller turns them off."""
+
+    heal: bool = True
+    canonical: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How the answer is to be shown."""
+
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    logprobs: int | None = None
+    """Number of alternatives to report beside each token's log-probability; None: report none at all."""
+    report: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """One request, as asked, free of any dialect's spelling."""
+
+    model: str
+    source: Source
+    sampling: SamplingOptions = SamplingOptions()
+    max_tokens: int | None = None
+    num_choices: int = 1
+    stops: Stops = Stops()
+    seam: SeamOptions = SeamOptions()
+    output: Output = Output()
+    ignored: tuple[str, ...] = ()
+    """Names of fields that were accepted and have no effect."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What will run. Nothing is None that has a default.
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt, cut at the seam."""
+
+    ids: tuple[int, ...]
+    """Kept tokens: what the engine reads as it is."""
+    heal: bytes
+    """Bytes after the kept tokens that the engine must write first; they are the end of `prefix`."""
+    origin: int
+    """Byte offset of the end of `ids` in the rendered text."""
+    num_tokens: int
+    """Tokens of the whole rendered text, for usage."""
+    floor: int
+    """The first `floor` ids are scaffold: no token of the text may be merged with them."""
+    prefix: str
+    """The text that the answer joins: the raw prompt, or the assistant's text so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling as it will run. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing."""
+
+    seed: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One continuation to run: everything is settled, so it can be replayed."""
+
+    id: str
+    choice: int
+    """Index of the choice within its prompt; part of the noise's key."""
+    prompt: Prompt
+    max_tokens: int
+    sampling: Sampling
+    canonical: bool = True
+    logprobs: int | None = None
+    score_prompt: bool = False
+
+    def to_json(self) -> str:
+        """The Job as JSON text, from which `from_json` makes an equal Job."""
+        values = asdict(self)
+        values["prompt"]["heal"] = self.prompt.heal.hex()
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        prompt = values.pop("prompt")
+        sampling = values.pop("sampling")
+        bias = {int(key): value for key, value in sampling.pop("logit_bias").items()}
+        return cls(
+            prompt=replace(Prompt(**prompt), ids=tuple(prompt["ids"]), heal=bytes.fromhex(prompt["heal"])),
+            sampling=Sampling(**sampling, logit_bias=bias),
+            **values,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a Job may ask of an engine."""
+
+    logprobs: bool
+    score_prompt: bool
+    seam: bool
+    """Heal bytes, canonical sampling and keyed noise."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes back.
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token that could have stood at a place, with its natural log-probability there."""
+
+    id: int
+    data: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of the answer (or of a scored prompt) and, if asked for, its score."""
+
+    id: int
+    data: bytes
+    logprob: float | None = None
+    """Natural log-probability under the untouched model; None where it was not asked for or does not exist."""
+    top: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an engine adds. The first Step of a Job has no tokens and means: accepted, the prompt fits."""
+
+    tokens: tuple[Token, ...] = ()
+    prompt: tuple[Token, ...] = ()
+    """Scores of the prompt's tokens, once, if the Job asked for them."""
+    num_cached: int = 0
+    """Prompt tokens whose KV entries were reused; told in the first Step."""
+    finish: FinishReason | None = None
+    """Set in the last Step only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextToken:
+    """A token as its choice's text shows it: cut at the seam and at a stop together with its bytes."""
+
+    text: str
+    data: bytes
+    offset: int
+    """Characters from the beginning of the choice's text."""
+    logprob: float | None
+    top: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An engine has taken a choice's Job: from here on the request is answered, not refused."""
+
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More text of one choice."""
+
+    choice: int
+    text: str
+    tokens: tuple[TextToken, ...] = ()
+    channel: Channel = "content"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one choice."""
+
+    choice: int
+    reason: FinishReason
+    matched: str | None
+    """The stop that ended it; None if none did."""
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole choice: the fold of its stream."""
+
+    choice: int
+    text: str
+    tokens: tuple[TextToken, ...]
+    reason: FinishReason
+    usage: Usage

@@ -1,0 +1,101 @@
+"""JSON bodies and server-sent events, as bytes.
+
+It receives the bytes of a body and returns a dict, or values and returns the bytes of a frame. It knows no field's
+meaning and no sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from legato.errors import MalformedBody
+
+__all__ = ["DONE", "KEEP_ALIVE", "encode_event", "encode_json", "parse_body"]
+
+MAX_DEPTH = 64
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_LINE_BREAKS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029", "\u0085": "\\u0085"})
+"""Characters that some clients take for the end of a line; inside JSON they may be written as escapes."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """Read a body as one JSON object.
+
+    Raises:
+        MalformedBody: it is empty, not UTF-8, not JSON, no object, nested deeper than 64, has a key twice, a number
+        that is not
+            finite, or half of a surrogate pair.
+    """
+    if not data:
+        raise MalformedBody("the body is empty; it must be a JSON object")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise MalformedBody(f"the body is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise MalformedBody(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise MalformedBody(f"the body is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise MalformedBody(f"the body has a number that is too long: {error}") from None
+    if not isinstance(value, dict):
+        raise MalformedBody(f"the body must be a JSON object, got {type(value).__name__}")
+    _check(value)
+    return value
+
+
+def encode_json(value: Any) -> bytes:
+    """Write a value as compact UTF-8 JSON, safe for clients that split lines at more than newlines."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_BREAKS).encode()
+
+
+def encode_event(value: Any) -> bytes:
+    """Write a value as one server-sent event: one `data:` line and a blank line."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise MalformedBody(f"the body has the key `{key}` twice in one object")
+            seen.add(key)
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise MalformedBody(f"the body has the number {name}; numbers must be finite")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise MalformedBody(f"the body has the number {text}; numbers must be finite")
+    return value
+
+
+def _check(value: Mapping[str, Any]) -> None:
+    """Refuse depth and lone surrogates, without recursion."""
+    stack: list[tuple[Any, int]] = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise MalformedBody(f"the body is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(item, dict):
+            stack += [(key, 0) for key in item]
+            stack += [(entry, depth + isinstance(entry, dict | list)) for entry in item.values()]
+        elif isinstance(item, list):
+            stack += [(entry, depth + isinstance(entry, dict | list)) for entry in item]
+        elif isinstance(item, str) and _SURROGATE.search(item):
+            raise MalformedBody("the body has half of a surrogate pair, which is no character")

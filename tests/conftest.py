@@ -1,0 +1,168 @@
+"""Fixtures: weights, engines, and servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from legato.config import LimitSettings, ModelSettings, ServerSettings, Settings
+from legato.engines.llamacpp.binding import Vocabulary
+from legato.engines.scripted import Script, ScriptedEngine
+from legato.models import Model, Models, load_models
+from legato.pull import find_model
+from legato.seam import Seam
+from legato.server.app import create_app, listen, run_app
+from legato.types import Job
+
+SMALL = "smollm2-135m"
+DEFAULT = "qwen2.5-coder-0.5b"
+
+
+def weights(name: str) -> Path:
+    """Return a pulled model's file."""
+    return find_model(name, Settings().data_dir)
+
+
+@pytest.fixture(scope="session", params=[SMALL, DEFAULT])
+def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
+    """The tokenizer of each model of the catalogue."""
+    return Vocabulary.load(weights(request.param))
+
+
+@pytest.fixture(scope="session")
+def seam(vocabulary: Vocabulary) -> Seam:
+    """Its seam."""
+    return Seam(vocabulary)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is running, and how to reach it."""
+
+    url: str
+    models: Models
+
+    @property
+    def engine(self) -> Any:
+        """The first model's engine."""
+        return self.models.own[0].engine
+
+    @property
+    def name(self) -> str:
+        """The first model's name."""
+        return self.models.own[0].name
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        """Post JSON and return the whole answer."""
+        return httpx2.post(self.url + path, json=body, timeout=120, **options)
+
+    def complete(self, prompt: str, **fields: Any) -> dict[str, Any]:
+        """Return the answer to a greedy completion."""
+        body = {"model": self.name, "prompt": prompt, "temperature": 0, "seed": 7, **fields}
+        response = self.post("/v1/completions", body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def chat(self, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        """Return the answer to a greedy chat."""
+        body = {"model": self.name, "messages": list(messages), "temperature": 0, "seed": 7, **fields}
+        response = self.post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """The official client."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, **options)
+
+
+@contextmanager
+def serve(
+    load: Callable[[], Any], server: ServerSettings | None = None, limits: LimitSettings | None = None
+) -> Iterator[Served]:
+    """Serve on a free port, in a thread with its own event loop. `load` returns a coroutine that gives the models."""
+    settings = server or ServerSettings(port=0)
+    ready = threading.Event()
+    started: list[Any] = []
+    failed: list[BaseException] = []
+
+    async def main() -> None:
+        models: Models = await load()
+        try:
+            with listen(settings) as listener:
+                stop = asyncio.Event()
+                app = create_app(models, settings, limits or LimitSettings())
+                host, port = listener.getsockname()[:2]
+                started.extend([Served(f"http://{host}:{port}", models), stop, asyncio.get_running_loop()])
+                ready.set()
+                await run_app(app, listener, stop=stop)
+        finally:
+            await models.aclose()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failed.append(error)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    ready.wait(120)
+    if failed:
+        raise failed[0]
+    served, stop, loop = started
+    try:
+        yield served
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        if failed:
+            raise failed[0]
+
+
+@contextmanager
+def serve_script(script: Script | Callable[[Job], Script], **options: Any) -> Iterator[Served]:
+    """Serve the scripted engine."""
+    from legato.admission import Admission
+
+    engine_options = {"context_length": options.pop("context_length")} if "context_length" in options else {}
+    admission = options.pop("admission", None)
+
+    async def load() -> Models:
+        return Models({"m": Model("m", ScriptedEngine(script, **engine_options), admission or Admission())}, {})
+
+    with serve(load, **options) as served:
+        yield served
+
+
+def _serve_weights(name: str, **model: Any) -> Any:
+    async def load() -> Models:
+        return await load_models(Settings(models={name: ModelSettings(**model)}, aliases={"deepseek-v3.2": name}))
+
+    return serve(load)
+
+
+@pytest.fixture(scope="session")
+def small() -> Iterator[Served]:
+    """A server with the small model."""
+    with _serve_weights(SMALL) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def default() -> Iterator[Served]:
+    """A server with the default model, which has infill tokens."""
+    with _serve_weights(DEFAULT, context_length=8192) as served:
+        yield served

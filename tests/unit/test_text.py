@@ -1,0 +1,143 @@
+"""Text assembly: what is held, what is cut, and what never changes with the chunking."""
+
+from __future__ import annotations
+
+import codecs
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legato.errors import GenerationFailed
+from legato.text import Assembler, Heal, Stop, Utf8
+from legato.types import TextToken, Token
+
+MIXED = st.text(alphabet="ab日本語한글🦊é\u200d\r\n <|", max_size=40)
+
+
+def run(chunks: list[bytes], **options: object) -> tuple[str, list[TextToken], Assembler]:
+    """Feed chunks as tokens; return the text, the tokens and the assembler."""
+    assembler = Assembler(**options)  # type: ignore[arg-type]
+    text = ""
+    tokens: list[TextToken] = []
+    for index, chunk in enumerate(chunks):
+        released, some = assembler.feed(Token(index, chunk, -0.5))
+        text += released
+        tokens += some
+        if assembler.matched is not None:
+            break
+    released, some = assembler.flush()
+    return text + released, [*tokens, *some], assembler
+
+
+def split(data: bytes, cuts: list[int]) -> list[bytes]:
+    """Cut data at places."""
+    places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
+    return [data[start:end] for start, end in pairwise(places)]
+
+
+@given(MIXED, st.lists(st.integers(0, 200)))
+def test_c020_any_split_gives_the_same_text(text: str, cuts: list[int]) -> None:
+    assert run(split(text.encode(), cuts))[0] == text
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(0, 200)))
+def test_without_stops_the_text_is_the_bytes_decoded_but_for_an_unfinished_end(data: bytes, cuts: list[int]) -> None:
+    text = run(split(data, cuts))[0]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    assert text == decoder.decode(data)
+    assert data.decode("utf-8", "replace").startswith(text)
+
+
+@given(MIXED, st.lists(st.text(alphabet="ab日<| ", min_size=1, max_size=4), max_size=4), st.lists(st.integers(0, 200)))
+def test_c025_stops_do_not_depend_on_chunks_and_never_show(text: str, stops: list[str], cuts: list[int]) -> None:
+    whole = run([text.encode()], stops=stops)[0]
+    assert run(split(text.encode(), cuts), stops=stops)[0] == whole
+    assert run([bytes([byte]) for byte in text.encode()], stops=stops)[0] == whole
+    assert text.startswith(whole)
+    assert not any(stop in whole for stop in stops)
+    if not any(stop in text for stop in stops):
+        assert whole == text
+
+
+@given(MIXED, st.lists(st.text(alphabet="ab", min_size=1, max_size=3), min_size=2, max_size=2))
+def test_c028_the_order_of_stops_does_not_matter(text: str, stops: list[str]) -> None:
+    assert run([text.encode()], stops=stops)[0] == run([text.encode()], stops=stops[::-1])[0]
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "matched"),
+    [(["abcd", "bc"], "xa", "bc"), (["bcd", "abcd"], "x", "abcd"), (["b", "abcd"], "xa", "b"), (["d"], "xabc", "d")],
+)
+def test_c028_the_stop_that_completes_first_wins_and_then_the_longest(
+    stops: list[str], text: str, matched: str
+) -> None:
+    for order in (stops, stops[::-1]):
+        got, _, assembler = run([b"xa", b"bcd", b"e"], stops=order)
+        assert (got, assembler.matched) == (text, matched)
+
+
+@pytest.mark.parametrize("stop", ["<", ".", ".*", "\\n", "&lt;", "[", "(", "a<b && c>d"])
+def test_c031_stops_are_literal(stop: str) -> None:
+    text = "Write: a<b && c>d .* \\n (x) [y] &lt;"
+    expected = text[: text.find(stop)] if stop in text else text
+    assert run([text.encode()], stops=[stop])[0] == expected
+
+
+def test_only_what_may_become_a_stop_is_held() -> None:
+    stop = Stop(["</s>"])
+    assert stop.feed("ab</") == "ab"
+    assert stop.feed("x") == "</x"
+    assert stop.feed("<") == ""
+    assert stop.flush() == "<"
+
+
+def test_a_stop_may_begin_before_the_seam_but_not_end_there() -> None:
+    assert run([b"``", b"`\nmore"], stops=["```"], before="code `")[0] == ""
+    assert run([b"x``"], stops=["```"], before="code ```")[0] == "x``"
+    assert run([b"x``"], stops=["```"], before="`")[0] == "x``"
+
+
+def test_healed_bytes_are_dropped_and_must_be_there() -> None:
+    text, _, assembler = run([b" Fr", b"ance", b" is"], heal=b" Fran")
+    assert (text, assembler.num_tokens) == ("ce is", 2)
+    with pytest.raises(GenerationFailed):
+        Heal(b"abc").feed(b"ax")
+
+
+@given(st.binary(min_size=1, max_size=6), st.lists(st.integers(0, 20)))
+def test_healing_counts_every_byte_once(heal: bytes, cuts: list[int]) -> None:
+    rest = b"after"
+    assert run(split(heal + rest, cuts), heal=heal)[0] == "after"
+
+
+def test_c021_an_unfinished_character_is_left_out_but_its_bytes_are_told() -> None:
+    text, tokens, _ = run([b"a", b"\xf0\x9f", b"\xa6"])
+    assert text == "a"
+    assert [token.data for token in tokens] == [b"a", b"\xf0\x9f", b"\xa6"]
+    assert "".join(token.text for token in tokens) == "a"
+
+
+def test_a_replacement_character_of_the_model_passes() -> None:
+    assert run(["\ufffd".encode()])[0] == "\ufffd"
+    utf8 = Utf8()
+    assert utf8.feed(b"\xff") == "\ufffd"
+
+
+@given(MIXED, st.text(alphabet="ab日<", min_size=1, max_size=4), st.lists(st.integers(0, 200)))
+def test_c032_tokens_are_cut_with_their_text(text: str, stop: str, cuts: list[int]) -> None:
+    chunks = split(text.encode(), cuts)
+    shown, tokens, _ = run(chunks, stops=[stop], offset=5)
+    assert "".join(token.text for token in tokens) == shown
+    at = 5
+    for token in tokens:
+        assert token.offset == at
+        at += len(token.text)
+
+
+def test_nothing_counts_after_a_match() -> None:
+    assembler = Assembler(stops=["b"])
+    assembler.feed(Token(1, b"ab"))
+    assert assembler.feed(Token(2, b"c")) == ("", ())
+    assert assembler.num_tokens == 1
