@@ -233,6 +233,8 @@ class Job:
     canonical: bool = True
     logprobs: int | None = None
     score_prompt: bool = False
+    num_resumed: int = 0
+    """Ids at the end of the prompt that an engine wrote before it died: to be fed as when they were written."""
 
     def to_json(self) -> str:
         """The Job as JSON text, from which `from_json` makes an equal Job."""

@@ -27,6 +27,7 @@ from legato.types import Capabilities, Job, Step, Token, Tokenizer
 __all__ = ["LlamaCppEngine"]
 
 _START_TIMEOUT_S = 300
+_MAX_STARTS = 3
 _MAX_DEATHS = 2
 """A Job is given up when the worker has died this often under it."""
 
@@ -60,6 +61,7 @@ class _Live:
             job = replace(
                 job,
                 max_tokens=job.max_tokens - written,
+                num_resumed=job.num_resumed + len(self.tokens),
                 prompt=replace(
                     prompt,
                     ids=(*prompt.ids, *(token.id for token in self.tokens)),
@@ -110,8 +112,8 @@ class LlamaCppEngine:
 
     @property
     def worker_pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
-        return self._process.pid if self._process else None
+        """The worker's process id; None while there is none that takes Jobs."""
+        return self._process.pid if self._process and self._writer else None
 
     async def generate(self, job: Job) -> AsyncGenerator[Step, None]:
         """Run a Job. Close the iterator to cancel it.
@@ -137,7 +139,13 @@ class LlamaCppEngine:
                 self._send(("cancel", job.id))
 
     async def measure(self) -> Mapping[str, int]:
-        """Ask the worker for its own counters: running and waiting Jobs, decoded tokens, steps."""
+        """Ask the worker for its own counters: running and waiting Jobs, decoded tokens, steps.
+
+        Raises:
+            EngineUnavailable: there is no worker now.
+        """
+        if self._writer is None:
+            raise EngineUnavailable("the engine is being started again")
         future: asyncio.Future[Mapping[str, int]] = asyncio.get_running_loop().create_future()
         self._counts.append(future)
         self._send(("count",))
@@ -237,6 +245,8 @@ class LlamaCppEngine:
             if self._writer is not None:
                 self._writer.close()
             self._writer = None
+            while self._counts:
+                self._counts.popleft().set_exception(EngineUnavailable("the engine died"))
             if self._is_closing:
                 return
             self.num_restarts += 1
@@ -244,15 +254,27 @@ class LlamaCppEngine:
                 live.num_deaths += 1
                 if live.num_deaths >= _MAX_DEATHS:
                     self._fail(live, GenerationFailed("the engine died twice while it worked on this request"))
+            restarted = await self._restart()
+            if restarted is None:
+                return
+            reader = restarted
+            for live in self._live.values():
+                self._send(("submit", live.remaining()))
+
+    async def _restart(self) -> asyncio.StreamReader | None:
+        """Start the worker again, in a few tries; None: it cannot be had, and every Job has failed."""
+        reason = ""
+        for _ in range(_MAX_STARTS):
             try:
                 reader, _ = await self._start_worker()
             except ConfigError as error:
-                self._failure = EngineUnavailable(f"the engine died and could not be started again: {error.message}")
-                for live in list(self._live.values()):
-                    self._fail(live, self._failure)
-                return
-            for live in self._live.values():
-                self._send(("submit", live.remaining()))
+                reason = error.message
+            else:
+                return reader
+        self._failure = EngineUnavailable(f"the engine died and could not be started again: {reason}")
+        for live in list(self._live.values()):
+            self._fail(live, self._failure)
+        return None
 
     def _dispatch(self, event: str, value: Any) -> None:
         if event == "counts":

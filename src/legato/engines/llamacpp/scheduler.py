@@ -17,7 +17,8 @@ Rounding. The same token must get the same logits whoever else is there, or L2 f
 grows, through the quantised activations, to tenths of a logit. llama.cpp's kernels give equal bits for a row in any
 batch of 2 to 7 rows (flash attention splits a single row over threads by the place of its cells, and takes another
 kernel from 64 rows on; Q5_0 and Q8_0 weights take another from 8). So tokens that streams write and prompts that are
-read go in separate calls, and a lone token gets a companion (`_pad`).
+read go in separate calls, each prompt in its own, and a lone token gets a companion (`_pad`). What was once written is
+never read: after a crash it is fed in short calls again.
 
 Flash attention adds up in the order of the cells, so that order must not depend on who else came and went either.
 llama.cpp fills the lowest free cell first; therefore cells are used as a log: what is given up is first buried
@@ -48,16 +49,11 @@ from legato.types import FinishReason, Job, ScoredToken, Step, Token
 __all__ = ["Scheduler"]
 
 _SHORT = 6
-"""Up to so many tokens that a sequence waits for are decoded together with the streams; more is a prompt, read in
-chunks.
-
-A prompt's own tail, from the last kept token on, is left for such a short call: a later cut recomputes that token in
-one too.
-"""
+"""Tokens that one sequence may have in a call with others: those it writes, and its tail at the seam."""
 _MAX_SHORT_BATCH = 63
 """From 64 rows on, flash attention takes another kernel, whose rounding is its own."""
-_MIXED_CHUNK = 64
-"""Prompt tokens per step while others are writing: the fewest that flash attention's fast kernel takes."""
+_BLOCK = 64
+"""A prompt is read in calls of at least so many tokens, if it has them: the fewest that the fast kernel takes."""
 _WORTH_WAITING = 16
 """A prompt waits for another one that is being read if it can then copy at least so many tokens more."""
 _MAX_LOG = 1024
@@ -108,7 +104,7 @@ class _Sequence:
     spelling: list[int]
     id: int = -1
     num_fed: int = 0
-    num_cached: int = 0
+    is_accepted: bool = False
     healing: bool = False
     rows: dict[tuple[int, ...], Row] = field(default_factory=dict)
     """While healing: logits after the kept tokens plus a path."""
@@ -127,6 +123,16 @@ class _Sequence:
     def pending(self) -> int:
         """Tokens that have to be fed before the next choice."""
         return len(self.tokens) - self.num_fed
+
+    @property
+    def read_end(self) -> int:
+        """The end of what is read in chunks; what stands behind it is fed in short calls.
+
+        That is the seam's tail, which a later cut may feed again, and all that was written before a crash or preemption.
+        """
+        if self.job.score_prompt and not self.is_read:
+            return len(self.tokens)
+        return self.num_kept - 1 - self.job.num_resumed
 
     @property
     def first_row(self) -> int:
@@ -154,10 +160,14 @@ class Scheduler:
         self._batch = Batch(max_batch)
         self._pad, self._grave = max_sequences - 1, max_sequences - 2
         self._free = list(range(self._grave - 1, -1, -1))
+        self._is_full = False
+        """Cells ran out: whoever waits does so until somebody has ended."""
         self._num_logged = 0
         self._retained = Retained()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._unserved: deque[_Sequence] = deque()
+        """Of those that run, the ones whose turn in this step is still to come."""
         self._out: list[tuple[str, Step]] = []
         self.num_steps = 0
         self.num_decoded = 0
@@ -215,25 +225,28 @@ class Scheduler:
         """Decode a token for every Job that writes, and one chunk of the prompts; return what came of it, by Job id."""
         self._out = []
         self._admit()
-        self._run(self._fill_short)
+        self._unserved = deque(self._running)
+        while self._run(self._fill_short):
+            pass
         self._run(self._fill_chunk)
         if self._num_logged > _MAX_LOG:
             self._compact(_MAX_RETAINED)
         return self._out
 
-    def _run(self, fill: Callable[[], list[_Fed]]) -> None:
-        """Decode what `fill` puts into the batch, and act on the logits."""
+    def _run(self, fill: Callable[[], list[_Fed]]) -> bool:
+        """Decode what `fill` puts into the batch, and act on the logits. False: it put nothing."""
         while True:
             self._batch.clear()
             fed = fill()
             if not fed:
-                return
+                return False
             if self._batch.num_tokens == 1:
                 self._batch.add(self._pad, 0, [0], num_wanted=0)
             done = self._model.decode(self._batch)
             self._model.forget(self._pad, 0)
             if done:
                 break
+            self._unserved.extendleft(reversed([entry.sequence for entry in fed]))
             self._make_room()
         self.num_steps += 1
         num = sum(entry.num for entry in fed)
@@ -242,11 +255,12 @@ class Scheduler:
         rows = self._model.rows(self._batch.num_wanted)
         for entry in fed:
             self._read_rows(entry.sequence, entry.num, rows[entry.first : entry.first + entry.num_rows])
+        return True
 
     def _admit(self) -> None:
         """Give waiting Jobs a place, in order, as far as sequence ids go."""
         held_back: list[_Sequence] = []
-        while self._waiting:
+        while self._waiting and not (self._is_full and self._running):
             if not self._free and not self._release_one():
                 break
             sequence = self._waiting.popleft()
@@ -280,40 +294,41 @@ class Scheduler:
         if length:
             self._model.copy(source, sequence.id, 0, length)
         sequence.num_fed = length
-        if sequence.num_cached == 0:
-            sequence.num_cached = length
+        if not sequence.is_accepted:
+            sequence.is_accepted = True
             self._out.append((sequence.job.id, Step(num_cached=length)))
         return True
 
     def _fill_short(self) -> list[_Fed]:
-        """Take every sequence that waits for few tokens: those that write, or stand at the seam."""
+        """Take the sequences that wait for few tokens and were not served in this step: those that write, or heal."""
         batch = self._batch
         fed: list[_Fed] = []
-        for sequence in self._running:
-            first = batch.num_wanted
-            if sequence.branches:
-                tails = [branch.inner.ids[branch.num_shared :] for branch in sequence.branches]
-                if batch.num_tokens + sum(map(len, tails)) > _MAX_SHORT_BATCH:
-                    continue
+        while self._unserved:
+            sequence = self._unserved[0]
+            tails = [branch.inner.ids[branch.num_shared :] for branch in sequence.branches]
+            size = sum(map(len, tails)) if tails else sequence.pending
+            if fed and batch.num_tokens + (size if tails else _SHORT) > _MAX_SHORT_BATCH:
+                break
+            self._unserved.popleft()
+            if tails:
+                first = batch.num_wanted
                 for branch, tail in zip(sequence.branches, tails, strict=True):
                     batch.add(branch.sequence, sequence.num_kept + branch.num_shared, tail, num_wanted=len(tail))
                 fed.append(_Fed(sequence, 0, first, batch.num_wanted - first))
-            elif 0 < sequence.pending <= _SHORT and batch.num_tokens + sequence.pending <= _MAX_SHORT_BATCH:
-                fed.append(self._feed(sequence, sequence.pending))
+            elif size and sequence.id >= 0 and (size <= _SHORT or sequence.num_fed >= sequence.read_end):
+                fed.append(self._feed(sequence, min(size, _SHORT)))
         return fed
 
     def _fill_chunk(self) -> list[_Fed]:
-        """Take the next chunk of the prompts that are being read, in order of arrival."""
-        is_alone = all(sequence.pending > _SHORT for sequence in self._running)
-        budget = self._batch.capacity if is_alone else min(_MIXED_CHUNK, self._batch.capacity)
-        fed: list[_Fed] = []
+        """Take a chunk of the prompt that is read now, the first to arrive: one sequence's alone, and never a scrap."""
         for sequence in self._running:
-            if sequence.pending > _SHORT and budget and not sequence.branches:
-                tail = len(sequence.tokens) - sequence.first_row
-                entry = self._feed(sequence, min(budget, sequence.pending - (tail if tail <= _SHORT else 0)))
-                budget -= entry.num
-                fed.append(entry)
-        return fed
+            left = sequence.read_end - sequence.num_fed
+            if left <= 0 or sequence.pending <= _SHORT:
+                continue
+            is_alone = all(other.num_fed < other.read_end for other in self._running)
+            num = min(self._batch.capacity if is_alone else _BLOCK, left - _BLOCK) if left >= 2 * _BLOCK else left
+            return [self._feed(sequence, num)]
+        return []
 
     def _feed(self, sequence: _Sequence, num: int) -> _Fed:
         end = sequence.num_fed + num
@@ -522,6 +537,7 @@ class Scheduler:
 
     def _drop(self, sequence: _Sequence) -> None:
         """Give a sequence's place back; what it has in the cache is retained."""
+        self._is_full = False
         self._free_branches(sequence)
         if sequence.id < 0:
             return
@@ -568,6 +584,7 @@ class Scheduler:
         self._forget(sequence.id)
         sequence.id, sequence.num_fed = -1, 0
         self._waiting.appendleft(sequence)
+        self._is_full = True
         self._compact(0)
 
     def _compact(self, max_retained: int) -> None:

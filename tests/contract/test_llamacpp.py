@@ -1,0 +1,222 @@
+"""The embedded engine: what is particular to it. L1 and L2 against a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from legato.engines.llamacpp.engine import LlamaCppEngine
+from legato.errors import ConfigError, GenerationFailed
+from legato.types import Job, SeamOptions
+from tests.contract.test_engines import LONG, data_of, job_for, started, steps_of, until_idle
+
+PROMPTS = [
+    "The lighthouse keeper had not spoken to anyone for three weeks when the",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(",
+    "Als der Zug endlich einfuhr, standen auf dem Bahnsteig nur noch",
+    "人工智能是一门研究如何使计算机",
+    '[{"id": 1, "title": "Dune", "tags": ["sf"]}, {"id": 2,',
+    "My week in emoji: Monday 😀🌧️, Tuesday 🎉🍕, Wednesday",
+]
+
+
+async def text_of(engine: LlamaCppEngine, prompt: str, *, max_tokens: int, temperature: float, id: str = "a") -> bytes:
+    """The bytes after the prompt."""
+    job = job_for(engine, prompt, max_tokens=max_tokens, temperature=temperature, id=id)
+    return data_of(await steps_of(engine, job))[len(job.prompt.heal) :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_l2_a_cut_anywhere_goes_on_with_the_same_text(temperature: float) -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            wrong, total = [], 0
+            for prompt in PROMPTS:
+                whole = (await text_of(engine, prompt, max_tokens=40, temperature=temperature)).decode(
+                    "utf-8", "ignore"
+                )
+                whole = whole.split("\ufffd")[0]
+                for cut in range(1, max(2, len(whole) - 12), 3):
+                    rest = await text_of(engine, prompt + whole[:cut], max_tokens=10, temperature=temperature)
+                    total += 1
+                    want = whole[cut:].encode()
+                    if not (rest.startswith(want) or want.startswith(rest[: len(rest) - 3])):
+                        wrong.append((prompt[-12:] + whole[:cut], want[:20], rest[:20]))
+            assert len(wrong) <= total // 100, wrong
+
+    asyncio.run(check())
+
+
+def test_l2_rounds_are_one_run() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            for temperature in (0.0, 0.8):
+                prompt = "Write a long tale. In a lush green forest, there lives a rabbit named Little White."
+                one = await text_of(engine, prompt, max_tokens=64, temperature=temperature)
+                rounds = b""
+                for _ in range(8):
+                    rounds += await text_of(engine, prompt + rounds.decode(), max_tokens=8, temperature=temperature)
+                assert rounds == one
+
+    asyncio.run(check())
+
+
+def test_a_shared_head_is_copied_not_read_again() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            head = LONG[:3000]
+            first = job_for(engine, head + " In the end", id="a")
+            alone = await steps_of(engine, first)
+            before = (await engine.measure())["decoded_tokens"]
+            again = await steps_of(engine, job_for(engine, head + " In the end", id="b"))
+            other = await steps_of(engine, job_for(engine, head + " At first", id="c"))
+            assert data_of(again) == data_of(alone)
+            assert again[0].num_cached >= len(first.prompt.ids) - 1
+            assert other[0].num_cached >= len(first.prompt.ids) - 4
+            assert (await engine.measure())["decoded_tokens"] - before < 60
+
+    asyncio.run(check())
+
+
+def test_equal_prompts_at_once_are_read_once() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            jobs = [job_for(engine, LONG[:2000], id=str(n), max_tokens=4) for n in range(6)]
+            done = await asyncio.gather(*(steps_of(engine, job) for job in jobs))
+            assert len({data_of(steps) for steps in done}) == 1
+            assert (await engine.measure())["decoded_tokens"] < 2 * jobs[0].prompt.num_tokens
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_killed_worker_is_not_noticed(number: signal.Signals) -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            jobs = [
+                job_for(engine, prompt, id=str(n), max_tokens=40, temperature=0.8 * (n % 2))
+                for n, prompt in enumerate(PROMPTS)
+            ]
+            quiet = [data_of(await steps_of(engine, job)) for job in jobs]
+            seen = asyncio.Event()
+
+            async def follow(job: Job) -> bytes:
+                steps = []
+                async for step in engine.generate(dataclasses.replace(job, id=f"again{job.id}")):
+                    steps.append(step)
+                    if len(steps) == 6:
+                        seen.set()
+                return data_of(steps)
+
+            running = asyncio.gather(*(follow(job) for job in jobs))
+            await seen.wait()
+            assert engine.worker_pid is not None
+            os.kill(engine.worker_pid, number)
+            assert await running == quiet
+            assert engine.num_restarts == 1
+
+    asyncio.run(check())
+
+
+def test_a_job_that_kills_the_worker_twice_ends_alone() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            job = job_for(engine, "It was a", max_tokens=3000)
+
+            async def kill_twice() -> None:
+                killed = None
+                for _ in range(2):
+                    while engine.worker_pid in (None, killed) or engine.counters()["running"] == 0:
+                        await asyncio.sleep(0.01)
+                    killed = engine.worker_pid
+                    assert killed is not None
+                    os.kill(killed, signal.SIGKILL)
+
+            killer = asyncio.create_task(kill_twice())
+            with pytest.raises(GenerationFailed, match="died twice"):
+                await steps_of(engine, job)
+            await killer
+            assert (await steps_of(engine, job_for(engine, "One, two,", id="b")))[-1].finish == "length"
+
+    asyncio.run(check())
+
+
+def test_penalties_and_bias_reach_the_model() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            prompt = "ha ha ha ha ha ha ha ha ha ha ha ha"
+            plain = await text_of(engine, prompt, max_tokens=12, temperature=0.0)
+            assert plain.count(b"ha") >= 6
+            job = job_for(engine, prompt, max_tokens=12, frequency_penalty=2.0)
+            assert data_of(await steps_of(engine, job)).count(b"ha") < 6
+            (word,) = engine.tokenizer.encode(b" fox", special=False)
+            job = job_for(engine, "The", max_tokens=3)
+            job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, logit_bias={word: 100.0}))
+            assert b" fox" in data_of(await steps_of(engine, job))
+
+    asyncio.run(check())
+
+
+def test_without_the_seam_the_prompt_is_fed_as_it_is() -> None:
+    async def check() -> None:
+        from legato.prompting import render
+        from legato.types import CompletionRequest, Text
+
+        async with started("llamacpp") as engine:
+            request = CompletionRequest("m", Text(("The capital of Fran",)), seam=SeamOptions(heal=False))
+            (prompt,) = render(request, engine.profile, engine.tokenizer, engine.seam)
+            job = dataclasses.replace(job_for(engine, "x"), prompt=prompt)
+            assert prompt.heal == b""
+            assert len(data_of(await steps_of(engine, job))) > 0
+
+    asyncio.run(check())
+
+
+def test_a_bad_file_is_refused_in_one_line(tmp_path: os.PathLike[str]) -> None:
+    from pathlib import Path
+
+    from legato.config import worker_environment
+    from legato.engines.llamacpp.worker import WorkerSettings
+
+    async def check() -> None:
+        for content, reason in ((b"GGUF" + b"\x00" * 400, "cannot be loaded"), (b"hello", "not a GGUF file")):
+            path = Path(tmp_path) / "bad.gguf"
+            path.write_bytes(content)
+            with pytest.raises(ConfigError, match=reason):
+                await LlamaCppEngine.start(WorkerSettings(path, 0, 0, 2), worker_environment())
+        with pytest.raises(ConfigError, match="does not exist"):
+            await LlamaCppEngine.start(WorkerSettings(Path(tmp_path) / "no.gguf", 0, 0, 2), worker_environment())
+
+    asyncio.run(check())
+
+
+def test_cells_that_run_out_only_slow_things_down() -> None:
+    """More text than cells: Jobs are set back and go on, and nothing is lost."""
+
+    async def check() -> None:
+        from legato.config import worker_environment
+        from legato.engines.llamacpp.worker import WorkerSettings
+        from tests.conftest import SMALL, weights
+
+        settings = WorkerSettings(weights(SMALL), context_length=512, num_cells=0, num_threads=2)
+        engine = await LlamaCppEngine.start(settings, worker_environment())
+        try:
+            jobs = [job_for(engine, f"{n}. " + LONG[: 60 * n], id=str(n), max_tokens=60) for n in range(1, 9)]
+            done = await asyncio.gather(*(steps_of(engine, job) for job in jobs))
+            assert all(steps[-1].finish in ("length", "stop") for steps in done)
+            await until_idle(engine)
+        finally:
+            await engine.aclose()
+
+    asyncio.run(check())
