@@ -220,3 +220,22 @@ def test_cells_that_run_out_only_slow_things_down() -> None:
             await engine.aclose()
 
     asyncio.run(check())
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            order = []
+
+            async def run(job: Job) -> None:
+                await steps_of(engine, job)
+                order.append(job.id)
+
+            long = asyncio.create_task(run(job_for(engine, LONG, id="long", max_tokens=1)))
+            await asyncio.sleep(0.05)
+            await run(job_for(engine, "It was a bright cold day in April, and the clocks were", id="short", max_tokens=1))
+            await long
+            assert order == ["short", "long"]
+
+    asyncio.run(check())

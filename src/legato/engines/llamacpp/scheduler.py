@@ -117,6 +117,7 @@ class _Sequence:
     counts: Counter[int] = field(default_factory=Counter)
     scores: list[Token] = field(default_factory=list)
     is_read: bool = False
+    num_chunks: int = 0
     is_branched: bool = False
 
     @property
@@ -133,6 +134,11 @@ class _Sequence:
         if self.job.score_prompt and not self.is_read:
             return len(self.tokens)
         return self.num_kept - 1 - self.job.num_resumed
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the next thing to feed is a chunk of the prompt."""
+        return self.num_fed < self.read_end and self.pending > _SHORT
 
     @property
     def first_row(self) -> int:
@@ -315,20 +321,21 @@ class Scheduler:
                 for branch, tail in zip(sequence.branches, tails, strict=True):
                     batch.add(branch.sequence, sequence.num_kept + branch.num_shared, tail, num_wanted=len(tail))
                 fed.append(_Fed(sequence, 0, first, batch.num_wanted - first))
-            elif size and sequence.id >= 0 and (size <= _SHORT or sequence.num_fed >= sequence.read_end):
+            elif size and sequence.id >= 0 and not sequence.is_reading:
                 fed.append(self._feed(sequence, min(size, _SHORT)))
         return fed
 
     def _fill_chunk(self) -> list[_Fed]:
-        """Take a chunk of the prompt that is read now, the first to arrive: one sequence's alone, and never a scrap."""
-        for sequence in self._running:
-            left = sequence.read_end - sequence.num_fed
-            if left <= 0 or sequence.pending <= _SHORT:
-                continue
-            is_alone = all(other.num_fed < other.read_end for other in self._running)
-            num = min(self._batch.capacity if is_alone else _BLOCK, left - _BLOCK) if left >= 2 * _BLOCK else left
-            return [self._feed(sequence, num)]
-        return []
+        """Take a chunk of one prompt: of those that are being read, the one that had the fewest so far."""
+        reading = [sequence for sequence in self._running if sequence.is_reading]
+        if not reading:
+            return []
+        sequence = min(reading, key=lambda sequence: sequence.num_chunks)
+        sequence.num_chunks += 1
+        num = sequence.read_end - sequence.num_fed
+        if num >= 2 * _BLOCK:
+            num = min(num - _BLOCK, self._batch.capacity if len(reading) == len(self._running) else _BLOCK)
+        return [self._feed(sequence, num)]
 
     def _feed(self, sequence: _Sequence, num: int) -> _Fed:
         end = sequence.num_fed + num
