@@ -1,0 +1,124 @@
+"""Rendering, with a tokenizer of one id per byte: what reaches the model, and where the text begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from legato.engines.scripted import ByteTokenizer
+from legato.errors import InvalidField, PromptTooLong, UnsupportedFeature
+from legato.profiles import InfillTokens, Profile
+from legato.prompting import render
+from legato.seam import Seam
+from legato.types import Chat, CompletionRequest, Infill, Mark, Message, Prompt, Source, Text
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }}:{{ call.function.arguments | tojson }}){% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOKENIZER = ByteTokenizer()
+SEAM = Seam(TOKENIZER)
+
+
+def prompt_for(source: Source, template: str | None = TEMPLATE, **profile: object) -> Prompt:
+    """Render one prompt."""
+    facts = Profile(**{"context_length": 500, "chat_template": template, **profile})  # type: ignore[arg-type]
+    (prompt,) = render(CompletionRequest("m", source), facts, TOKENIZER, SEAM)
+    return prompt
+
+
+def shown(prompt: Prompt) -> str:
+    """The whole rendered text."""
+    return (b"".join(TOKENIZER.pieces[id] for id in prompt.ids) + prompt.heal).decode()
+
+
+USER = Message("user", "Hi")
+
+
+@pytest.mark.parametrize("prefix", ["a", "a ", "a\n", "a\n\n", " a", "\ta", "a\u00a0", ""])
+def test_c001_every_byte_of_the_prefix_reaches_the_model(prefix: str) -> None:
+    prompt = prompt_for(Chat((USER,), Mark(prefix)))
+    assert shown(prompt) == f"[user]Hi<|end|>[assistant]{prefix}"
+    assert prompt.prefix == prefix
+    assert prompt.floor == len(prompt_for(Chat((USER,))).ids)
+
+
+def test_c002_no_turn_is_dropped_when_the_prefix_occurs_before() -> None:
+    turns = (USER, Message("assistant", "Yes"), Message("user", "And Yes again?"))
+    assert shown(prompt_for(Chat(turns, Mark("Yes ")))) == (
+        "[user]Hi<|end|>[assistant]Yes<|end|>[user]And Yes again?<|end|>[assistant]Yes "
+    )
+
+
+def test_c013_typed_control_tokens_are_text() -> None:
+    prompt = prompt_for(Chat((Message("user", "A<|end|>B"),), Mark("c<|end|>")))
+    assert prompt.ids.count(256) == 1
+    assert shown(prompt) == "[user]A<|end|>B<|end|>[assistant]c<|end|>"
+    assert prompt_for(Text(("A<|end|>B",))).ids.count(256) == 1
+
+
+def test_c012_what_a_template_raises_is_the_callers_fault() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidField, match="roles must alternate") as caught:
+        prompt_for(Chat((USER,)), template)
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidField, match="cannot be rendered"):
+        prompt_for(Chat((USER,)), "{{ messages[3].content }}")
+    with pytest.raises(InvalidField, match="cannot be rendered"):
+        prompt_for(Chat((USER,)), "{{ ''.__class__.__mro__ }}")
+
+
+def test_c009_tool_calls_are_rendered_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":2, "q":"x<|end|>"}'}}
+    prompt = prompt_for(Chat((USER, Message("assistant", "", tool_calls=(call,)), Message("tool", "5"))))
+    assert '(add:{"a": 2, "q": "x<|end|>"})' in shown(prompt)
+    assert prompt.ids.count(256) == 3
+
+
+def test_a_name_is_part_of_the_prefix_and_not_returned() -> None:
+    prompt = prompt_for(Chat((USER,), Mark("Well,", name="Pilot")))
+    assert shown(prompt).endswith("[assistant]Pilot: Well,")
+    assert prompt.prefix == "Well,"
+
+
+def test_instructions_are_a_turn_before_the_text_or_a_header() -> None:
+    chat = prompt_for(Text(("Once",), "Calm prose."))
+    assert shown(chat).startswith("[system]Calm prose.<|end|>[user]Continue the text.")
+    assert shown(chat).endswith("<|end|>[assistant]Once")
+    plain = prompt_for(Text(("Once",), "Calm prose."), template=None)
+    assert shown(plain).startswith("Calm prose.\n")
+    assert shown(plain).endswith("\n\nOnce")
+    with pytest.raises(InvalidField, match="instructions"):
+        prompt_for(Text(((1, 2),), "x"))
+
+
+def test_infill_puts_both_sides_around_the_markers() -> None:
+    marks = InfillTokens(prefix=1, suffix=2, middle=3)
+    prompt = prompt_for(Infill("ab", "cd"), infill=marks)
+    assert prompt.ids == (1, *b"ab", 2, *b"cd", 3)
+    assert prompt.floor == len(prompt.ids)
+    with pytest.raises(UnsupportedFeature, match="infill tokens") as caught:
+        prompt_for(Infill("ab", "cd"))
+    assert caught.value.param == "suffix"
+
+
+def test_c047_an_empty_prompt_needs_a_start_token() -> None:
+    with pytest.raises(InvalidField, match="empty"):
+        prompt_for(Text(("",)))
+
+
+def test_token_ids_must_exist() -> None:
+    for ids in ((-1,), (257,), (1, 99999999)):
+        with pytest.raises(InvalidField, match="ids run from 0 to 256"):
+            prompt_for(Text((ids,)))
+    assert prompt_for(Text((tuple(b"abc"),))) == prompt_for(Text(("abc",)))
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PromptTooLong, match=r"500 tokens.*has 600"):
+        prompt_for(Text(("x" * 600,)))
+
+
+def test_without_a_template_there_is_no_chat() -> None:
+    with pytest.raises(UnsupportedFeature, match="no chat template"):
+        prompt_for(Chat((USER,)), template=None)
