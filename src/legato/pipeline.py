@@ -29,6 +29,7 @@ from legato.types import (
     Prompt,
     Sampling,
     SamplingOptions,
+    Text,
     TextToken,
     Token,
     Usage,
@@ -113,7 +114,7 @@ class Run:
             heal=job.prompt.heal,
             stops=self._stops(),
             before=prefix if self._joins_stops() else "",
-            offset=len(prefix) if request.output.echo else 0,
+            offset=len(prefix),
         )
         num_cached = 0
         reason: FinishReason = "stop"
@@ -176,6 +177,12 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             raise InvalidField(
                 f"`logit_bias` names token id {id}; this model's ids run from 0 to {vocab_size - 1}", param="logit_bias"
             )
+    is_plain = isinstance(request.source, Text) and request.source.instructions is None
+    if _scores_prompt(request) and not is_plain:
+        raise UnsupportedFeature(
+            "`echo` with `logprobs` scores a plain prompt; it cannot be used with `suffix` or `instructions`",
+            param="echo",
+        )
     prompts = render(request, engine.profile, engine.tokenizer, engine.seam)
     seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(32)
     sampling = _settle(request.sampling, seed)
@@ -207,10 +214,14 @@ def _job(request: CompletionRequest, prompt: Prompt, choice: int, max_tokens: in
         sampling=sampling,
         canonical=request.seam.canonical,
         logprobs=request.output.logprobs,
-        score_prompt=request.output.echo
-        and request.output.logprobs is not None
-        and not isinstance(request.source, Chat),
+        score_prompt=_scores_prompt(request),
     )
+
+
+def _scores_prompt(request: CompletionRequest) -> bool:
+    """Whether the prompt's own tokens are reported: OpenAI's completions do so when they are echoed with scores."""
+    output = request.output
+    return output.echo and output.logprobs is not None and not isinstance(request.source, Chat)
 
 
 def _settle(asked: SamplingOptions, seed: int) -> Sampling:
@@ -235,7 +246,7 @@ def _suffix_line(suffix: str) -> str | None:
     if len(line) < 3:
         return None
     head = suffix[: len(suffix) - len(stripped)] + line
-    return head[-_MAX_SUFFIX_STOP:]
+    return head[:_MAX_SUFFIX_STOP]
 
 
 def _prompt_tokens(tokens: Sequence[Token], prefix: str) -> tuple[TextToken, ...]:

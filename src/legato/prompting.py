@@ -22,7 +22,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from legato.errors import InvalidField, PromptTooLong, UnsupportedFeature
+from legato.errors import InvalidField, PromptTooLong, RequestError, UnsupportedFeature
 from legato.profiles import Profile
 from legato.seam import Seam
 from legato.types import Chat, CompletionRequest, Infill, Mark, Message, Prompt, SeamOptions, Text, Tokenizer
@@ -41,15 +41,19 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
         PromptTooLong: a prompt leaves no room in the context.
     """
     renderer = _Renderer(profile, tokenizer, seam, request.seam)
-    match request.source:
-        case Chat() as chat:
-            return (renderer.chat(chat),)
-        case Infill() as infill:
-            return (renderer.infill(infill),)
-        case Text(prompts, None):
-            return tuple(renderer.raw(prompt) for prompt in prompts)
-        case Text(prompts, instructions):
-            return tuple(renderer.instructed(prompt, instructions or "") for prompt in prompts)
+    try:
+        match request.source:
+            case Chat() as chat:
+                return (renderer.chat(chat),)
+            case Infill() as infill:
+                return (renderer.infill(infill),)
+            case Text(prompts, None):
+                return tuple(renderer.raw(prompt) for prompt in prompts)
+            case Text(prompts, instructions):
+                return tuple(renderer.instructed(prompt, instructions or "") for prompt in prompts)
+    except RequestError as error:
+        error.param = error.param or ("messages" if isinstance(request.source, Chat) else "prompt")
+        raise
 
 
 class _Renderer:
@@ -68,31 +72,51 @@ class _Renderer:
 
     def raw(self, prompt: str | tuple[int, ...]) -> Prompt:
         """Take a prompt as it is; markers in it are control tokens."""
+        ids, floor = self._read_text(prompt) if isinstance(prompt, str) else self._read_ids(prompt)
+        shown = prompt if isinstance(prompt, str) else self._bytes(ids).decode("utf-8", "replace")
         start = self._tokenizer.start_id
-        if isinstance(prompt, str):
-            ids = self._encode(prompt.encode(), special=True)
-        else:
-            ids = list(prompt)
-            last = len(self._tokenizer.pieces) - 1
-            for index, id in enumerate(ids):
-                if not 0 <= id <= last:
-                    raise InvalidField(
-                        f"`prompt` has token id {id} at index {index}; ids run from 0 to {last}", param="prompt"
-                    )
-        text = b"".join(self._tokenizer.pieces[id] for id in ids)
         if start is not None and ids[:1] != [start]:
-            ids = [start, *ids]
+            ids, floor = [start, *ids], floor + 1
         if not ids:
             raise InvalidField("`prompt` is empty, and this model has no start token to begin from", param="prompt")
-        floor = max((at + 1 for at, id in enumerate(ids) if id in self._tokenizer.control_ids), default=0)
-        tail = ids[floor:]
-        if isinstance(prompt, str):
-            shown = prompt
-        else:
-            shown = text.decode("utf-8", "replace")
-            if self._plain(b"".join(self._tokenizer.pieces[id] for id in tail)) != tail:
-                floor = len(ids)  # Not what the tokenizer gives for this text: the caller means these very tokens.
         return self._prompt(ids[:floor], ids[floor:], prefix=shown)
+
+    def _read_text(self, prompt: str) -> tuple[list[int], int]:
+        """Tokenise a raw prompt; return its ids and how many of them are scaffold."""
+        scaffold, text = self._hand_written(prompt)
+        if scaffold:
+            ids = self._encode(scaffold.encode(), special=True)
+            return ids + self._plain(text), len(ids)
+        ids = self._encode(prompt.encode(), special=True)
+        return ids, self._after_control(ids)
+
+    def _read_ids(self, prompt: tuple[int, ...]) -> tuple[list[int], int]:
+        """Check a prompt of ids; those that are not what their text is tokenised to are all scaffold: they are meant."""
+        last = len(self._tokenizer.pieces) - 1
+        for index, id in enumerate(prompt):
+            if not 0 <= id <= last:
+                raise InvalidField(
+                    f"`prompt` has token id {id} at index {index}; ids run from 0 to {last}", param="prompt"
+                )
+        ids = list(prompt)
+        floor = self._after_control(ids)
+        is_text = self._tokenizer.encode(self._bytes(ids[floor:]), special=False) == ids[floor:]
+        return ids, floor if is_text else len(ids)
+
+    def _after_control(self, ids: Sequence[int]) -> int:
+        return max((at + 1 for at, id in enumerate(ids) if id in self._tokenizer.control_ids), default=0)
+
+    def _bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._tokenizer.pieces[id] for id in ids)
+
+    def _hand_written(self, prompt: str) -> tuple[str, str]:
+        """Split a raw prompt that opens an assistant's turn as the chat template does into scaffold and text."""
+        opening = _opening(self._profile, self._tokenizer)
+        last = prompt.rfind(opening) if opening else -1
+        if last < 0 or _control_text(self._tokenizer).search(prompt, last + len(opening)):
+            return "", prompt
+        end = last + len(opening)
+        return prompt[:end], prompt[end:]
 
     def instructed(self, prompt: str | tuple[int, ...], instructions: str) -> Prompt:
         """Continue a prompt under instructions, which are never part of the text."""
@@ -166,7 +190,7 @@ class _Renderer:
     def _encode(self, data: bytes, *, special: bool) -> list[int]:
         """Tokenise, and make sure that nothing was lost: a vocabulary need not have every byte."""
         ids = self._tokenizer.encode(data, special=special)
-        spelled = b"".join(self._tokenizer.pieces[id] for id in ids)
+        spelled = self._bytes(ids)
         if spelled != data:
             at = next((i for i, (a, b) in enumerate(zip(spelled, data, strict=False)) if a != b), len(spelled))
             while at and 0x80 <= data[at] < 0xC0:
@@ -195,6 +219,10 @@ class _Renderer:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Chat templates
+
+
+_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises when a template does not fit the messages, or they are nested too deep."""
 
 
 class _TemplateError(Exception):
@@ -242,7 +270,7 @@ def render_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str]) -> 
         )
     except _TemplateError as error:
         raise InvalidField(f"`messages` are refused by the model's chat template: {error}", param="messages") from None
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (*_TEMPLATE_FAULTS, jinja2.TemplateError) as error:
         raise InvalidField(
             f"`messages` cannot be rendered by the model's chat template: {error}", param="messages"
         ) from None
@@ -263,12 +291,25 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn arguments, which arrive as JSON text, into the object that templates print."""
+    """Turn arguments, which arrive as JSON text, into the object that templates print; other text stays text."""
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
+
+
+@lru_cache(maxsize=16)
+def _opening(profile: Profile, tokenizer: Tokenizer) -> str:
+    """Return how the template opens an assistant's turn, from its last control token on; "" if it has none there."""
+    if profile.chat_template is None:
+        return ""
+    try:
+        text, _ = render_chat(Chat((Message("user", "x"),)), profile, _control_text(tokenizer))
+    except InvalidField:
+        return ""
+    last = max((match.start() for match in _control_text(tokenizer).finditer(text)), default=-1)
+    return text[last:] if last >= 0 else ""
 
 
 @lru_cache(maxsize=16)

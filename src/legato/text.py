@@ -121,7 +121,7 @@ class Stop:
 class Assembler:
     """Runs the three stages over one answer, and carries each token to the place where its text comes out.
 
-    `offset` is where the answer begins in its choice's text, in characters: 0, or the length of an echoed prefix.
+    `offset` is where the answer begins, in characters from the beginning of the text that it joins.
     """
 
     def __init__(self, *, heal: bytes = b"", stops: Sequence[str] = (), before: str = "", offset: int = 0) -> None:

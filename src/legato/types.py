@@ -15,7 +15,6 @@ __all__ = [
     "Accepted",
     "Answer",
     "Capabilities",
-    "Channel",
     "Chat",
     "CompletionRequest",
     "Delta",
@@ -41,7 +40,6 @@ __all__ = [
     "Usage",
 ]
 
-Channel = Literal["content", "reasoning"]
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
@@ -310,7 +308,7 @@ class TextToken:
     text: str
     data: bytes
     offset: int
-    """Characters from the beginning of the choice's text."""
+    """Characters from the beginning of the prompt's own text."""
     logprob: float | None
     top: tuple[ScoredToken, ...] = ()
 
@@ -338,7 +336,6 @@ class Delta:
     choice: int
     text: str
     tokens: tuple[TextToken, ...] = ()
-    channel: Channel = "content"
 
 
 @dataclass(frozen=True, slots=True)

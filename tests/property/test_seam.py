@@ -203,3 +203,12 @@ def test_a_character_that_cannot_be_spelled_is_refused(vocabulary: Vocabulary, s
     for source in (Text((text,)), Chat((Message("user", text),)), Chat((Message("user", "x"),), Mark(text))):
         with pytest.raises(InvalidField, match=r"U\+40000 at byte"):
             prompt_for(source, profile, vocabulary, seam)
+
+
+def test_c002_a_chat_written_by_hand_is_the_chat(vocabulary: Vocabulary, seam: Seam, profile: Profile) -> None:
+    messages = (Message("system", "Be brief."), Message("user", "Name three rivers."))
+    by_hand = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n"
+    for prefix in ("", "Three rivers:\n\n", "\n", "The Rh"):
+        chat = prompt_for(Chat(messages, Mark(prefix)), profile, vocabulary, seam)
+        raw = prompt_for(Text((by_hand + prefix,)), profile, vocabulary, seam)
+        assert (raw.ids, raw.heal, raw.floor) == (chat.ids, chat.heal, chat.floor)

@@ -7,7 +7,7 @@ frames. It knows no engine, model or socket.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -92,15 +92,43 @@ def _invalid(kind: type[Body], given: Mapping[str, Any], error: ValidationError)
     if first["type"] == "missing":
         path = _path(first["loc"])
         return InvalidField(f"`{path}` is required", param=name)
-    path, value = _resolve(given, first["loc"])
-    field = kind.model_fields.get(name)
-    if field is not None and field.description is not None and path == name:
-        return InvalidField(f"`{name}` must be {field.description}, got {_short(value)}", param=name)
-    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return InvalidField(f"`{path}` {reason[0].lower()}{reason[1:]}, got {_short(value)}", param=name)
+    places, value = _resolve(given, first["loc"])
+    allowed = _description(kind, places) or _OBJECTS.get(first["type"])
+    if allowed is not None:
+        reason = f"must be {allowed}"
+    else:
+        reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return InvalidField(f"`{_path(places)}` {reason[0].lower()}{reason[1:]}, got {_short(value)}", param=name)
 
 
-def _resolve(given: Mapping[str, Any], places: tuple[int | str, ...]) -> tuple[str, Any]:
+_OBJECTS = {"model_type": "an object", "dict_type": "an object"}
+"""What JSON calls the values that pydantic names after Python's types and our classes."""
+
+
+def _description(kind: type[Body], places: tuple[int | str, ...]) -> str | None:
+    """Return what the field at a place describes as allowed; None if it says nothing, or the place is no field."""
+    description = None
+    bodies: tuple[type[Body], ...] = (kind,)
+    for place in places:
+        description = None
+        if isinstance(place, str):
+            field = next((body.model_fields[place] for body in bodies if place in body.model_fields), None)
+            if field is None:
+                return None
+            description = field.description
+            bodies = tuple(_bodies(field.annotation))
+    return description
+
+
+def _bodies(annotation: Any) -> Iterator[type[Body]]:
+    """Yield the bodies that an annotation is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _bodies(argument)
+
+
+def _resolve(given: Mapping[str, Any], places: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
     """Follow an error's place as far as it is in the body: the rest names members of a union."""
     value: Any = given
     steps: list[int | str] = []
@@ -113,7 +141,7 @@ def _resolve(given: Mapping[str, Any], places: tuple[int | str, ...]) -> tuple[s
             steps.append(place)
         elif not steps:
             break
-    return _path(tuple(steps)), value
+    return tuple(steps), value
 
 
 def _path(places: tuple[int | str, ...]) -> str:

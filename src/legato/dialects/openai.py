@@ -71,7 +71,7 @@ class _Common(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     echo: bool = False
     response_format: dict[str, Any] | None = None
@@ -342,11 +342,9 @@ class ChatDialect:
             )
         if read.top_logprobs is not None and not read.logprobs:
             raise InvalidField("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
-        ignored = [
-            f"messages[{index}].{name}"
-            for index, message in enumerate(read.messages)
-            for name in unknown_fields(message)
-        ]
+        ignored = [name for index, message in enumerate(read.messages) for name in _ignored(index, message)]
+        if read.tool_choice is not None and not read.tools:
+            ignored.append("tool_choice")
         is_marked = _is_marked(read)
         if read.add_generation_prompt is False and not is_marked:
             ignored.append("add_generation_prompt")
@@ -371,6 +369,15 @@ class ChatDialect:
     def encode_error(self, error: LegatoError) -> bytes:
         """Write an error's body."""
         return encode_openai_error(error)
+
+
+def _ignored(index: int, message: _MessageBody) -> Iterator[str]:
+    """Name what a message has and nothing reads."""
+    for name in unknown_fields(message):
+        yield f"messages[{index}].{name}"
+    for at, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        for name in unknown_fields(part):
+            yield f"messages[{index}].content[{at}].{name}"
 
 
 def _is_marked(body: _ChatBody) -> bool:

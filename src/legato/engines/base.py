@@ -46,7 +46,11 @@ class Engine(Protocol):
         """
 
     def counters(self) -> Mapping[str, int]:
-        """Return the engine's own counts, at least `running`: Jobs that hold a place in it now."""
+        """Return the engine's own counts.
+
+        `running`: Jobs that hold a place in it now. `restarts` and `failed`, where they exist: how often it had to be
+        started again, and whether it has given up.
+        """
 
     async def aclose(self) -> None:
         """Cancel what runs and free everything."""

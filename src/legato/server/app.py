@@ -49,11 +49,15 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         return Route(path, Guarded(gate, dialect.encode_error, endpoint), methods=["POST"])
 
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
-        counts = {
-            model.name: {"running": model.admission.num_running, "waiting": model.admission.num_waiting}
-            for model in models.own
-        }
-        await send_body(send, encode_json({"status": "ok", "models": counts}), status=200, headers={})
+        counts = {}
+        has_failed = False
+        for model in models.own:
+            engine = model.engine.counters()
+            has_failed = has_failed or bool(engine.get("failed"))
+            places = {"running": model.admission.num_running, "waiting": model.admission.num_waiting}
+            counts[model.name] = {**places, "restarts": engine.get("restarts", 0)}
+        body = encode_json({"status": "failed" if has_failed else "ok", "models": counts})
+        await send_body(send, body, status=503 if has_failed else 200, headers={})
 
     async def list_models(scope: Scope, receive: Receive, send: Send) -> None:
         entries = [_entry(name, model, started) for name, model in models.served.items()]

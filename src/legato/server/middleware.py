@@ -23,6 +23,7 @@ from legato.errors import (
     BodyTimeout,
     BodyTooLarge,
     CapacityError,
+    EngineUnavailable,
     HostNotAllowed,
     LegatoError,
     NotAuthenticated,
@@ -151,6 +152,8 @@ class Guarded:
             await self._endpoint(scope, exchange.receive, exchange.send)
         except ClientGone:
             exchange.status = 499
+        except asyncio.CancelledError:  # The server is closing, and the time of grace is over.
+            await exchange.fail(EngineUnavailable("the server is shutting down"), self._reply)
         except LegatoError as error:
             await exchange.fail(error, self._reply)
         except Exception:  # noqa: BLE001 - the last resort: logged here, and nowhere else

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from legato.errors import ConfigError
 
-__all__ = ["Batch", "Model", "Vocabulary", "check_gguf", "last_log_lines", "library_version"]
+__all__ = ["Batch", "Model", "Vocabulary", "check_gguf"]
 
 _log: list[str] = []
 
@@ -32,18 +32,6 @@ def _on_log(level: int, text: bytes, _: Any) -> None:
 
 llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
 llama_cpp.llama_backend_init()
-
-
-def last_log_lines() -> str:
-    """Return llama.cpp's latest warnings and errors, one per line."""
-    return "\n".join(_log)
-
-
-def library_version() -> str:
-    """Return what identifies the native build: package version, and size and time of the CPU library."""
-    folder = Path(llama_cpp.__file__).parent / "lib"
-    marks = [f"{path.name}:{path.stat().st_size}:{int(path.stat().st_mtime)}" for path in sorted(folder.glob("*cpu*"))]
-    return " ".join([llama_cpp.__version__, *marks])
 
 
 def check_gguf(path: Path) -> None:

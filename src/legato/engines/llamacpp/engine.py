@@ -153,7 +153,8 @@ class LlamaCppEngine:
 
     def counters(self) -> Mapping[str, int]:
         """Return what is known without asking the worker."""
-        return {"running": len(self._live), "restarts": self.num_restarts}
+        failed = int(self._failure is not None)
+        return {"running": len(self._live), "restarts": self.num_restarts, "failed": failed}
 
     async def aclose(self) -> None:
         """End the worker."""

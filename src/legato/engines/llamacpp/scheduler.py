@@ -129,7 +129,7 @@ class _Sequence:
     def read_end(self) -> int:
         """The end of what is read in chunks; what stands behind it is fed in short calls.
 
-        That is the seam's tail, which a later cut may feed again, and all that was written before a crash or preemption.
+        That is the seam's tail, which a later cut may feed again, and all that was written before a crash.
         """
         if self.job.score_prompt and not self.is_read:
             return len(self.tokens)
@@ -158,7 +158,6 @@ class Scheduler:
     def __init__(self, model: Model, seam: Seam, *, context_length: int, max_batch: int, max_sequences: int) -> None:
         self._model = model
         self._seam = seam
-        self._vocabulary = model.vocabulary
         self._pieces = model.vocabulary.pieces
         self._end_ids = model.vocabulary.end_ids
         self._banned = model.vocabulary.control_ids - model.vocabulary.end_ids

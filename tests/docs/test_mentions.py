@@ -1,0 +1,106 @@
+"""Everything that a user can meet is named in the pages, and the pages name nothing that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+
+from legato.config import LimitSettings, ServerSettings
+from legato.dialects import openai as dialect
+from legato.errors import LegatoError
+from legato.models import Models
+from legato.pipeline import Report
+from legato.server.app import _report_headers, create_app
+from tests.docs.pages import DOCS, PAGES, README, ROOT
+from tests.docs.test_tables import Row, body_fields, commands, errors, settings
+
+
+def read(name: str) -> str:
+    """Return a page's text."""
+    return (DOCS / name).read_text("utf-8")
+
+
+def column(rows: Iterable[Row], cell: int = 0) -> list[str]:
+    """Return one column."""
+    return [str(row[cell]) for row in rows]
+
+
+def test_every_setting_is_named() -> None:
+    text = read("configuration.md")
+    assert [name for name in column(settings()) if name not in text] == []
+
+
+def test_every_error_code_is_named() -> None:
+    text = read("errors.md")
+    codes = {*column(errors(), 1), f"`{LegatoError.code}`"}
+    assert sorted(code for code in codes if code not in text) == []
+
+
+def test_every_request_field_is_named() -> None:
+    text = read("dialects/openai.md")
+    bodies = (dialect._CompletionsBody, dialect._ChatBody)
+    names = {name for body in bodies for name in column(body_fields(body)())}
+    assert sorted(name for name in names if name not in text) == []
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_has_a_section(command: str) -> None:
+    assert f"\n## legato {command}\n" in read("cli.md")
+
+
+def test_every_report_header_and_key_is_named() -> None:
+    text = read("dialects/openai.md")
+    headers = _report_headers(Report(seed=1, healed_bytes=(0,), clipped=("max_tokens",), ignored=("x",)))
+    assert sorted(name for name in headers if f"`{name.title()}`" not in text) == []
+
+
+def test_every_route_is_named() -> None:
+    app = create_app(Models({}, {}), ServerSettings(), LimitSettings())
+    assert isinstance(app, Starlette)
+    paths = [getattr(route, "path", "") for route in app.routes]
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    assert [path for path in paths if path.replace("{name:path}", "NAME") not in text] == []
+
+
+def test_every_module_is_named() -> None:
+    text = read("architecture.md")
+    sources = ROOT / "src" / "legato"
+    modules = [path.relative_to(sources).as_posix() for path in sources.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(module for module in modules if f"`{module}`" not in text) == []
+
+
+def test_every_recipe_is_named() -> None:
+    text = read("contributing.md")
+    recipes = re.findall(r"^([a-z]+)[ A-Z*]*:", (ROOT / "justfile").read_text("utf-8"), re.M)
+    assert "ci" in recipes
+    assert [name for name in recipes if name != "default" and f"`just {name}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        if not other.is_file() or (anchor and anchor not in anchors(other)):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as renderers make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_overview_and_the_readme_lead_to_every_page() -> None:
+    pages = [page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)]
+    overview, readme = read("index.md"), README.read_text("utf-8")
+    assert [page for page in pages if page != "index.md" and f"({page})" not in overview] == []
+    assert [page for page in pages if f"(docs/{page})" not in readme] == []
