@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from legato.types import Job
 
 SMALL = "smollm2-135m"
 DEFAULT = "qwen2.5-coder-0.5b"
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For httpx2, which would otherwise read all the root certificates again for every request."""
 
 
 def weights(name: str) -> Path:
@@ -63,7 +66,11 @@ class Served:
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
         """Post JSON and return the whole answer."""
-        return httpx2.post(self.url + path, json=body, timeout=120, **options)
+        return httpx2.post(self.url + path, json=body, timeout=120, verify=NO_TLS, **options)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        """Get a path."""
+        return httpx2.get(self.url + path, timeout=120, verify=NO_TLS, **options)
 
     def complete(self, prompt: str, **fields: Any) -> dict[str, Any]:
         """Return the answer to a greedy completion."""
@@ -139,9 +146,13 @@ def serve_script(script: Script | Callable[[Job], Script], **options: Any) -> It
 
     engine_options = {"context_length": options.pop("context_length")} if "context_length" in options else {}
     admission = options.pop("admission", None)
+    chat_template = options.pop("chat_template", None)
 
     async def load() -> Models:
-        return Models({"m": Model("m", ScriptedEngine(script, **engine_options), admission or Admission())}, {})
+        engine = ScriptedEngine(script, **engine_options)
+        if chat_template is not None:
+            engine.profile = replace(engine.profile, chat_template=chat_template)
+        return Models({"m": Model("m", engine, admission or Admission())}, {})
 
     with serve(load, **options) as served:
         yield served

@@ -31,6 +31,20 @@ class Admission:
         """How many wait for a place."""
         return len(self._waiting)
 
+    def check(self, num: int) -> None:
+        """Turn `num` Jobs of one request away together, unless each of them can run or at least wait.
+
+        Raises:
+            RateLimited: there is no room.
+        """
+        room = self._max_running - self.num_running + self._max_waiting - self.num_waiting
+        if num > room:
+            raise RateLimited(
+                f"there is no room for {num} more: {self.num_running} requests are running and {self.num_waiting} are "
+                f"waiting, of at most {self._max_running} and {self._max_waiting}",
+                retry_after_s=5,
+            )
+
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """Hold a place while the context is open.
@@ -49,11 +63,7 @@ class Admission:
         if self.num_running < self._max_running:
             self.num_running += 1
             return
-        if len(self._waiting) >= self._max_waiting:
-            raise RateLimited(
-                f"{self._max_running} requests are running and {self._max_waiting} are waiting: the most allowed",
-                retry_after_s=5,
-            )
+        self.check(1)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -61,9 +71,9 @@ class Admission:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._release()
-            else:
-                self._waiting.remove(turn)
+                self._release()  # The place was granted, but whoever waited for it is gone.
+            elif turn in self._waiting:
+                self._waiting.remove(turn)  # Otherwise `_release` has passed over it already.
             if isinstance(error, TimeoutError):
                 raise Overloaded(f"no place became free within {self._max_wait_s:g} s", retry_after_s=10) from None
             raise

@@ -10,10 +10,10 @@ import difflib
 import hashlib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import platformdirs
 
@@ -24,9 +24,16 @@ __all__ = [
     "ModelSettings",
     "ServerSettings",
     "Settings",
+    "child_environment",
+    "is_loopback",
     "load_settings",
     "worker_environment",
 ]
+
+
+def _number(default: float, *, least: float, most: float = float("inf")) -> Any:
+    """Declare an option that is a number within bounds."""
+    return field(default=default, metadata={"least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,7 @@ class ServerSettings:
     """Where the server listens and whom it answers."""
 
     host: str = "127.0.0.1"
-    port: int = 8080
+    port: int = _number(8080, least=0, most=65535)
     api_keys: tuple[str, ...] = ()
     """Keys that callers may present; none: no key is asked for. In memory only their hashes are kept."""
     allowed_hosts: tuple[str, ...] = ()
@@ -51,26 +58,27 @@ class ServerSettings:
 class LimitSettings:
     """Bounds on what one request, and all together, may take."""
 
-    max_body_bytes: int = 8 * 1024 * 1024
-    body_timeout_s: float = 30.0
-    max_running: int = 64
-    max_waiting: int = 256
-    max_wait_s: float = 60.0
+    max_body_bytes: int = _number(8 * 1024 * 1024, least=1)
+    body_timeout_s: float = _number(30.0, least=0.001)
+    max_running: int = _number(64, least=1)
+    max_waiting: int = _number(256, least=1)
+    max_wait_s: float = _number(60.0, least=0.001)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """One served model."""
 
-    engine: str = "llamacpp"
+    engine: str = field(default="llamacpp", metadata={"choices": ("llamacpp", "scripted")})
     """`llamacpp`, or `scripted` for a demonstration without a model."""
     path: str = ""
     """A GGUF file; empty: the pulled model of this name."""
-    context_length: int = 0
+    context_length: int = _number(0, least=0, most=2**31 - 1)
     """Most tokens of prompt and answer together; 0: what the model was trained for."""
-    num_cells: int = 0
+    num_cells: int = _number(0, least=0, most=2**31 - 1)
     """Most tokens of all sequences in the KV cache together; 0: one full context and a little more."""
-    num_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    num_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)), metadata={"least": 1, "most": 512})
+    """Threads that compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +92,16 @@ class Settings:
     data_dir: Path = field(default_factory=lambda: Path(platformdirs.user_data_dir("legato")))
 
 
-def load_settings(file: Path | None, *, flags: Mapping[str, Any], default_model: str) -> Settings:
+def load_settings(
+    file: Path | None, *, flags: Mapping[str, Any], default_model: str, only_model: str | None = None
+) -> Settings:
     """Read settings.
 
     Args:
         file: a TOML file; None: `legato.toml` in the working folder, if there is one.
         flags: values from the command line, nested as in the file; None: not given.
         default_model: what is served when no model is configured.
+        only_model: serve this one instead of those configured: a name, an alias or a GGUF file.
 
     Raises:
         ConfigError: a key is unknown or a value is not allowed; the message says which, from where, and what is
@@ -102,10 +113,17 @@ def load_settings(file: Path | None, *, flags: Mapping[str, Any], default_model:
     for source, values in layers:
         _merge(merged, values, source, sources)
     settings: Settings = _build(Settings, merged, "", sources)
-    if not settings.models:
-        settings = _build(Settings, {**merged, "models": {default_model: {}}}, "", sources)
+    if only_model is not None:
+        settings = _narrow(settings, only_model)
+    elif not settings.models:
+        settings = replace(settings, models={default_model: ModelSettings()})
     _check(settings)
     return settings
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """Return the environment for a process that Legato starts: its own, and `extra`."""
+    return {**os.environ, **extra}
 
 
 def worker_environment() -> dict[str, str]:
@@ -114,10 +132,13 @@ def worker_environment() -> dict[str, str]:
     GNU OpenMP spins for a very long time by default, which collapses when a core is busy: unless the user decided, it
     spins briefly.
     """
-    environment = dict(os.environ)
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", "2000")
-    return environment
+    is_decided = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+    return child_environment() if is_decided else child_environment(GOMP_SPINCOUNT="2000")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
 def _file_layer(file: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -136,19 +157,19 @@ def _file_layer(file: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _environment_layer(environment: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """`LEGATO_SERVER_PORT` is `server.port`; lists are separated by commas. Models and aliases are set in the file."""
-    names = {
-        f"LEGATO_{group.name}_{option.name}".upper(): f"{group.name}.{option.name}"
-        for group in fields(Settings)
-        if group.name in ("server", "limits")
-        for option in fields({"server": ServerSettings, "limits": LimitSettings}[group.name])
-    }
-    names["LEGATO_DATA_DIR"] = "data_dir"
+    places = [
+        (group, option.name)
+        for group, kind in (("server", ServerSettings), ("limits", LimitSettings))
+        for option in fields(kind)
+    ]
+    names = {f"LEGATO_{group}_{option}".upper(): (group, option) for group, option in places}
+    names["LEGATO_DATA_DIR"] = ("", "data_dir")
     for name, text in environment.items():
         if not name.startswith("LEGATO_"):
             continue
         if name not in names:
             raise ConfigError(f"environment variable `{name}` sets nothing{_hint(name, names)}")
-        group, _, option = names[name].rpartition(".")
+        group, option = names[name]
         values: dict[str, Any] = {option: _Text(text)}
         yield f"environment variable {name}", {group: values} if group else values
 
@@ -166,87 +187,110 @@ def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], source: str, sources: dict[str, str], at: str = "") -> None:
+    """Lay values over others. `sources` gets where each comes from, by its path; a table's own source is its last."""
     for key, value in values.items():
         path = f"{at}{key}"
-        if isinstance(value, dict):
-            existing = into.setdefault(key, {})
-            if isinstance(existing, dict):
-                _merge(existing, value, source, sources, f"{path}.")
-                continue
-        into[key] = value
         sources[path] = source
+        if isinstance(value, dict) and isinstance(into.setdefault(key, {}), dict):
+            _merge(into[key], value, source, sources, f"{path}.")
+        else:
+            into[key] = value
 
 
 def _build(cls: type[Any], values: Mapping[str, Any], at: str, sources: Mapping[str, str]) -> Any:
-    hints = get_type_hints(cls)
-    known = {option.name: hints[option.name] for option in fields(cls)}
+    kinds = get_type_hints(cls)
+    options = {option.name: option for option in fields(cls)}
     arguments = {}
     for key, value in values.items():
         path = f"{at}{key}"
-        if key not in known:
-            source = next(
-                (name for place, name in sources.items() if place == path or place.startswith(f"{path}.")), ""
-            )
-            raise ConfigError(f"`{path}` ({source}) is no setting{_hint(key, known)}")
-        arguments[key] = _convert(known[key], value, path, sources)
+        place = f"`{path}` ({sources[path]})"
+        if key not in options:
+            dots = "; a name with dots needs quotes" if cls is ModelSettings and isinstance(value, Mapping) else ""
+            raise ConfigError(f"{place} is no setting{_hint(key, options)}{dots}")
+        arguments[key] = _convert(kinds[key], value, path, sources)
+        _check_value(arguments[key], place, options[key].metadata)
     return cls(**arguments)
 
 
 def _convert(kind: Any, value: Any, path: str, sources: Mapping[str, str]) -> Any:
-    source = sources.get(path, "")
-    if is_dataclass(kind):
+    """Return the value as its option's type; a table is built from its own options or entries."""
+    if is_dataclass(kind) or get_origin(kind) is Mapping:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"`{path}` ({source}) must be a table, got {value!r}")
-        return _build(kind, value, f"{path}.", sources)  # type: ignore[arg-type]
-    if getattr(kind, "__origin__", None) is Mapping or str(kind).startswith("collections.abc.Mapping"):
-        item = kind.__args__[1]
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"`{path}` ({source}) must be a table, got {value!r}")
+            raise ConfigError(f"`{path}` ({sources[path]}) must be a table, got {value!r}")
+        if isinstance(kind, type) and is_dataclass(kind):
+            return _build(kind, value, f"{path}.", sources)
+        item = get_args(kind)[1]
         return {name: _convert(item, entry, f"{path}.{name}", sources) for name, entry in value.items()}
     if isinstance(value, _Text):
-        value = _read_text(kind, value)
+        value = _read_text(kind, str(value))
     if kind is Path and isinstance(value, str):
         return Path(value).expanduser()
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
-    if kind == tuple[str, ...]:
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise ConfigError(f"`{path}` ({source}) must be a list of texts, got {value!r}")
-    if type(value) is not kind and not (kind is Path and isinstance(value, Path)):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
-        raise ConfigError(f"`{path}` ({source}) must be {names[kind]}, got {str(value)!r}")
+    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if type(value) is not kind:
+        shown = "***" if path == "server.api_keys" else repr(value)
+        raise ConfigError(f"`{path}` ({sources[path]}) must be {_ACCEPTED[kind]}, got {shown}")
     return value
 
 
+_ACCEPTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    tuple[str, ...]: "a list of texts",
+}
+
+
 def _read_text(kind: Any, text: str) -> Any:
-    plain = str(text)
-    try:
-        if kind is int:
-            return int(plain)
-        if kind is float:
-            return float(plain)
-    except ValueError:
-        return plain
+    """Return what a text from the environment stands for; the text itself if it is nothing of that kind."""
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            return text
     if kind is bool:
-        return {"true": True, "1": True, "false": False, "0": False}.get(plain.lower(), plain)
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     if kind == tuple[str, ...]:
-        return [item.strip() for item in plain.split(",") if item.strip()]
-    return plain
+        return [item.strip() for item in text.split(",") if item.strip()]
+    return text
 
 
-def _hint(name: str, known: Mapping[str, Any]) -> str:
+def _check_value(value: Any, place: str, allowed: Mapping[str, Any]) -> None:
+    if "choices" in allowed and value not in allowed["choices"]:
+        choices = " or ".join(f"`{choice}`" for choice in allowed["choices"])
+        raise ConfigError(f"{place} must be {choices}, got {value!r}")
+    if "least" in allowed and not allowed["least"] <= value <= allowed["most"]:
+        bounds = f"at least {allowed['least']}"
+        if allowed["most"] != float("inf"):
+            bounds = f"between {allowed['least']} and {allowed['most']}"
+        raise ConfigError(f"{place} must be {bounds}, got {value}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    known = sorted(known)
     close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(sorted(known))}"
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
+
+
+def _narrow(settings: Settings, model: str) -> Settings:
+    """Serve one model alone, as it is configured if it is; a file is served under its own name."""
+    is_file = model.endswith(".gguf") or "/" in model
+    name = Path(model).stem if is_file else settings.aliases.get(model, model)
+    chosen = settings.models.get(name, ModelSettings())
+    return replace(
+        settings,
+        models={name: replace(chosen, path=model) if is_file else chosen},
+        aliases={alias: target for alias, target in settings.aliases.items() if target == name},
+    )
 
 
 def _check(settings: Settings) -> None:
-    server, limits = settings.server, settings.limits
-    if not 0 <= server.port <= 65535:
-        raise ConfigError(f"`server.port` must be between 0 and 65535, got {server.port}")
-    for option in fields(limits):
-        if getattr(limits, option.name) <= 0:
-            raise ConfigError(f"`limits.{option.name}` must be above 0, got {getattr(limits, option.name)}")
+    """Refuse what only shows when settings are seen together."""
+    server = settings.server
     if any(not key for key in server.api_keys):
         raise ConfigError("`server.api_keys` has an empty key")
     if not is_loopback(server.host) and not server.api_keys and not server.insecure:
@@ -254,13 +298,7 @@ def _check(settings: Settings) -> None:
             f"`server.host` is {server.host}, which others can reach, and no `server.api_keys` are set; "
             "set keys, or use `--insecure` if everyone may use this server"
         )
-    for name, model in settings.models.items():
-        if model.engine not in ("llamacpp", "scripted"):
-            raise ConfigError(f"`models.{name}.engine` must be `llamacpp` or `scripted`, got {model.engine!r}")
-        if model.context_length < 0 or model.num_cells < 0 or model.num_threads < 1:
-            raise ConfigError(f"`models.{name}`: lengths must not be negative, and `num_threads` must be at least 1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
+    for alias, name in settings.aliases.items():
+        if name not in settings.models:
+            served = ", ".join(f"`{name}`" for name in settings.models)
+            raise ConfigError(f"`aliases.{alias}` names model `{name}`, which is not served; served: {served}")

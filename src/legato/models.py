@@ -34,11 +34,6 @@ class Models:
     def __init__(self, models: Mapping[str, Model], aliases: Mapping[str, str]) -> None:
         self._models = dict(models)
         self._aliases = dict(aliases)
-        for alias, name in aliases.items():
-            if name not in models:
-                raise ConfigError(
-                    f"`aliases.{alias}` names model `{name}`, which is not served; served: {_list(models)}"
-                )
 
     @property
     def served(self) -> Mapping[str, Model]:

@@ -79,6 +79,7 @@ class Run:
                 async for event in events:
                     yield event
             return
+        self.model.admission.check(len(self.jobs))
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
         async def forward(choice: int) -> None:

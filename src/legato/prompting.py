@@ -91,7 +91,7 @@ class _Renderer:
         return ids, self._after_control(ids)
 
     def _read_ids(self, prompt: tuple[int, ...]) -> tuple[list[int], int]:
-        """Check a prompt of ids; those that are not what their text is tokenised to are all scaffold: they are meant."""
+        """Check a prompt of ids; if they are not what their text is tokenised to, they are meant: all are scaffold."""
         last = len(self._tokenizer.pieces) - 1
         for index, id in enumerate(prompt):
             if not 0 <= id <= last:

@@ -42,7 +42,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
-        raise MalformedBody(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise MalformedBody(f"the body is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}") from None
     except RecursionError:
         raise MalformedBody(f"the body is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:

@@ -151,6 +151,19 @@ def test_a_job_that_kills_the_worker_twice_ends_alone() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.05, 0.3])
+def test_closing_while_the_worker_restarts_ends(wait_s: float) -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            assert engine.worker_pid is not None
+            os.kill(engine.worker_pid, signal.SIGKILL)
+            await asyncio.sleep(wait_s)
+            await asyncio.wait_for(engine.aclose(), 5)
+
+    asyncio.run(check())
+
+
 def test_penalties_and_bias_reach_the_model() -> None:
     async def check() -> None:
         async with started("llamacpp") as engine:
@@ -234,7 +247,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
             long = asyncio.create_task(run(job_for(engine, LONG, id="long", max_tokens=1)))
             await asyncio.sleep(0.05)
-            await run(job_for(engine, "It was a bright cold day in April, and the clocks were", id="short", max_tokens=1))
+            await run(
+                job_for(engine, "It was a bright cold day in April, and the clocks were", id="short", max_tokens=1)
+            )
             await long
             assert order == ["short", "long"]
 

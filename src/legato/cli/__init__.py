@@ -10,34 +10,37 @@ import importlib
 import io
 import os
 import sys
+from typing import Any
 
 import click
 
 from legato import __version__
 from legato.errors import ConfigError, LegatoError, RequestError
 
-__all__ = ["main"]
+__all__ = ["group", "main"]
 
-_COMMANDS = {
-    "complete": "Continue a text.",
-    "doctor": "Check what works on this machine.",
-    "models": "List the models that can be pulled, and which are here.",
-    "pull": "Download a model.",
-    "serve": "Serve the HTTP API.",
-}
+_COMMANDS = ("complete", "doctor", "models", "pull", "serve")
 
 
 class _Commands(click.Group):
     """Loads a subcommand's module when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"legato.cli.{cmd_name}").command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:  # Here, because further out click makes it exit code 1.
+            _leave(0)
+        return result
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,24 +51,26 @@ def group() -> None:
 
 def main() -> None:
     """Run the command line, and turn every expected failure into one line and an exit code."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - None if the descriptor is closed
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # Text is UTF-8 whatever the locale says.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         group.main(standalone_mode=False)
-        sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         _leave(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         _leave(130)
-    except BrokenPipeError:
-        _leave(0)
     except (ConfigError, RequestError) as error:
         _say(error.message)
         _leave(2)
     except LegatoError as error:
         _say(error.message)
+        _leave(1)
+    except OSError as error:
+        _say(str(error))
         _leave(1)
 
 
@@ -74,9 +79,9 @@ def _say(message: str) -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit; what is still buffered for a reader that went away is given up quietly."""
+    """Exit; what is still buffered and cannot be written is given up quietly."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

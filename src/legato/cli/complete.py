@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import math
 import sys
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +57,12 @@ def command(
     TEXT is the text itself, the name of an existing file, or - for standard input. Every byte counts, also blanks and
     line ends at the end.
     """
+    if math.isnan(temperature):
+        raise click.BadParameter("nan is not in the range 0<=x<=2.", param_hint="'--temperature'")
     prompt = _read(text)
     settings = settings_for(config_file, model)
     ensure_pulled(settings)
-    asyncio.run(_complete(prompt, settings, _Options(max_tokens, temperature, seed, echo), _write))
+    asyncio.run(_complete(prompt, settings, _Options(max_tokens, temperature, seed, echo)))
 
 
 def _read(text: str) -> str:
@@ -94,16 +95,12 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _complete(prompt: str, settings: Settings, options: _Options, write: Callable[[str], None]) -> None:
+async def _complete(prompt: str, settings: Settings, options: _Options) -> None:
     from legato.models import load_models
     from legato.pipeline import plan
 
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    models = None
+    models = await load_models(settings)
     try:
-        models = await load_models(settings)
         request = CompletionRequest(
             model=models.own[0].name,
             source=Text((prompt,)),
@@ -115,12 +112,9 @@ async def _complete(prompt: str, settings: Settings, options: _Options, write: C
         async with aclosing(plan(request, models.own[0]).events()) as events:
             async for event in events:
                 if isinstance(event, Delta) and event.text:
-                    write(event.text)
+                    _write(event.text)
                     last = event.text
         if sys.stdout.isatty() and not last.endswith("\n"):
-            write("\n")
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+            _write("\n")
     finally:
-        if models is not None:
-            await models.aclose()
+        await models.aclose()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import importlib.util
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from legato.cli.options import config_option, model_option, settings_for
 from legato.config import Settings
-from legato.errors import ConfigError
-from legato.pull import catalog, is_pulled
+from legato.errors import ConfigError, LegatoError
 
 __all__ = ["command"]
 
@@ -40,25 +40,22 @@ def command(config_file: Path | None, model: str | None) -> None:
 
 def _checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield True, f"Python {platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    try:
+    is_installed = importlib.util.find_spec("llama_cpp") is not None
+    if is_installed:
         yield True, f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
-    except importlib.metadata.PackageNotFoundError:
+    elif any(model.engine == "llamacpp" for model in settings.models.values()):
         yield False, "llama-cpp-python is not installed: `pip install 'legato[local]'`"
-        return
     for name, model in settings.models.items():
-        entry = catalog().get(name)
-        if not model.path and entry is not None and not is_pulled(entry, settings.data_dir):
-            yield False, f"model {name} is not here: `legato pull {name}`"
-            continue
-        yield _engine(settings, name)
+        if is_installed or model.engine != "llamacpp":
+            yield _model(settings, name)
     yield _port(settings)
 
 
-def _engine(settings: Settings, name: str) -> tuple[bool, str]:
+def _model(settings: Settings, name: str) -> tuple[bool, str]:
     """Start the engine and write a few tokens."""
     try:
         return True, asyncio.run(_try(settings, name))
-    except ConfigError as error:
+    except LegatoError as error:
         return False, error.message
 
 
@@ -67,7 +64,7 @@ async def _try(settings: Settings, name: str) -> str:
     from legato.pipeline import collect, plan
     from legato.types import CompletionRequest, SamplingOptions, Text
 
-    only = Settings(settings.server, settings.limits, {name: settings.models[name]}, {}, settings.data_dir)
+    only = replace(settings, models={name: settings.models[name]}, aliases={})
     started = time.perf_counter()
     models = await load_models(only)
     try:
@@ -81,11 +78,10 @@ async def _try(settings: Settings, name: str) -> str:
 
 
 def _port(settings: Settings) -> tuple[bool, str]:
-    host, port = settings.server.host, settings.server.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return False, f"cannot listen on {host} port {port}: {error.strerror}; choose another with `--port`"
-    return True, f"{host} port {port} is free"
+    from legato.server.app import listen
+
+    try:
+        listen(settings.server).close()
+    except ConfigError as error:
+        return False, f"{error.message}; choose another with `--port`"
+    return True, f"{settings.server.host} port {settings.server.port} is free"

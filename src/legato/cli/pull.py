@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from legato.cli.options import config_option, pull_with_bar, settings_for
-from legato.errors import ConfigError
-from legato.pull import catalog, default_model
+from legato.pull import default_model, find_entry
 
 __all__ = ["command"]
 
@@ -19,9 +18,6 @@ __all__ = ["command"]
 def command(names: tuple[str, ...], config_file: Path | None) -> None:
     """Download models by name; the default model if none is named."""
     settings = settings_for(config_file, None)
-    for name in names or (default_model(),):
-        if name not in catalog():
-            known = ", ".join(f"`{known}`" for known in catalog())
-            raise ConfigError(f"model `{name}` is not in the catalogue; known: {known}")
-        path = pull_with_bar(name, settings.data_dir)
-        click.echo(path)
+    entries = [find_entry(name) for name in names or (default_model(),)]
+    for entry in entries:
+        click.echo(pull_with_bar(entry, settings.data_dir))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -31,12 +32,16 @@ def command(
     verbose: bool,
 ) -> None:
     """Serve the HTTP API until interrupted. The model is pulled if it is not here yet."""
-    from legato.server.app import serve
-
+    if demo and model is not None:
+        raise click.UsageError("--demo serves no model; leave out --model.")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    server = {"host": host, "port": port, "insecure": insecure or None}
-    flags = {"server": server, "models": {"demo": {"engine": "scripted"}}} if demo else {"server": server}
-    settings = settings_for(config_file, "demo" if demo else model, flags)
+    flags: dict[str, Any] = {"server": {"host": host, "port": port, "insecure": insecure or None}}
+    if demo:
+        model = "demo"
+        flags["models"] = {model: {"engine": "scripted"}}
+    settings = settings_for(config_file, model, flags)
     ensure_pulled(settings)
+    from legato.server.app import serve  # Takes a while to load; what is wrong above is said at once.
+
     names = ", ".join(settings.models)
     asyncio.run(serve(settings, ready=lambda url: click.echo(f"Legato serves {names} at {url}/v1", err=True)))

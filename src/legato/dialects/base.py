@@ -82,8 +82,8 @@ def read_body(kind: type[_Body], body: dict[str, Any]) -> _Body:
 
 
 def unknown_fields(body: Body) -> tuple[str, ...]:
-    """Return the names of fields that the model does not know, in the order given."""
-    return tuple(body.model_extra or ())
+    """Return the names of fields that the model does not know, in the order given; null means "not given"."""
+    return tuple(name for name, value in (body.model_extra or {}).items() if value is not None)
 
 
 def _invalid(kind: type[Body], given: Mapping[str, Any], error: ValidationError) -> InvalidField:

@@ -35,6 +35,8 @@ from legato.wire import encode_json, parse_body
 __all__ = ["create_app", "listen", "run_app", "serve"]
 
 _GRACE_S = 5
+_MAX_HEADER = 2048
+"""Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
 _PLAN_IN_THREAD_BYTES = 32 * 1024
 """A body larger than this is tokenised off the event loop."""
 
@@ -174,10 +176,17 @@ def _report_headers(report: Report) -> dict[str, str]:
         "legato-healed": ", ".join(map(str, report.healed_bytes)),
     }
     if report.ignored:
-        headers["legato-ignored"] = ", ".join(quote(name, safe="[]._-") for name in report.ignored)
+        headers["legato-ignored"] = _shorten(", ".join(quote(name, safe="[]._-") for name in report.ignored))
     if report.clipped:
         headers["legato-clipped"] = ", ".join(report.clipped)
     return headers
+
+
+def _shorten(names: str) -> str:
+    """Leave out the last of a list of names if it would not fit into a header; `...` stands for them."""
+    if len(names) <= _MAX_HEADER:
+        return names
+    return names[:_MAX_HEADER].rpartition(", ")[0] + ", ..."
 
 
 def _facts(run: Run, usage: Usage) -> Facts:

@@ -21,11 +21,12 @@ from legato.errors import ConfigError
 __all__ = ["Batch", "Model", "Vocabulary", "check_gguf"]
 
 _log: list[str] = []
+_ERROR_LEVEL = 4
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes, _: Any) -> None:
-    if level >= 3:  # GGML_LOG_LEVEL_WARN = 3, GGML_LOG_LEVEL_ERROR = 4
+    if level == _ERROR_LEVEL:
         _log.append(text.decode("utf-8", "replace").strip())
         del _log[:-20]
 
@@ -99,6 +100,7 @@ class Vocabulary:
             ConfigError: the file is missing or is no GGUF model.
         """
         check_gguf(path)
+        _log.clear()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
         model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
@@ -204,6 +206,7 @@ class Model:
             ConfigError: the file is no model that llama.cpp can load, or memory does not suffice.
         """
         check_gguf(path)
+        _log.clear()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         # Repacked weights round differently with the batch's shape, and GCC 12's AMX code kills the process.
@@ -215,6 +218,7 @@ class Model:
         trained = self.vocabulary.context_length
         self.context_length = min(context_length or trained, trained)
         num_cells = max(num_cells, self.context_length + 2 * max_sequences)
+        _log.clear()
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = num_cells
         context.n_batch = max_batch
@@ -278,4 +282,5 @@ class Model:
 
 
 def _reason() -> str:
-    return _log[-1] if _log else "llama.cpp gave no reason"
+    """Return the first thing that went wrong: what follows it only says that loading failed."""
+    return _log[0] if _log else "llama.cpp gave no reason"

@@ -159,14 +159,15 @@ class LlamaCppEngine:
     async def aclose(self) -> None:
         """End the worker."""
         self._is_closing = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-        if self._watch is not None:
-            await self._watch
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 
@@ -195,6 +196,10 @@ class LlamaCppEngine:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 event, value = await _receive(reader)
+        except asyncio.CancelledError:
+            writer.close()
+            self._process.kill()
+            raise
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             writer.close()
             with suppress(ProcessLookupError):
@@ -266,6 +271,8 @@ class LlamaCppEngine:
         """Start the worker again, in a few tries; None: it cannot be had, and every Job has failed."""
         reason = ""
         for _ in range(_MAX_STARTS):
+            if self._is_closing:
+                return None
             try:
                 reader, _ = await self._start_worker()
             except ConfigError as error:
