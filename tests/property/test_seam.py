@@ -207,7 +207,8 @@ def test_a_character_that_cannot_be_spelled_is_refused(vocabulary: Vocabulary, s
 
 def test_c002_a_chat_written_by_hand_is_the_chat(vocabulary: Vocabulary, seam: Seam, profile: Profile) -> None:
     messages = (Message("system", "Be brief."), Message("user", "Name three rivers."))
-    by_hand = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n"
+    turns = [f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in messages]
+    by_hand = "".join(turns) + "<|im_start|>assistant\n"
     for prefix in ("", "Three rivers:\n\n", "\n", "The Rh"):
         chat = prompt_for(Chat(messages, Mark(prefix)), profile, vocabulary, seam)
         raw = prompt_for(Text((by_hand + prefix,)), profile, vocabulary, seam)
