@@ -136,7 +136,7 @@ def test_a_job_that_kills_the_worker_twice_ends_alone() -> None:
             async def kill_twice() -> None:
                 killed = None
                 for _ in range(2):
-                    while engine.worker_pid in (None, killed) or engine.counters()["running"] == 0:
+                    while engine.worker_pid in (None, killed) or engine.counters()["running"] == 0:  # noqa: ASYNC110 - what is waited for is another process
                         await asyncio.sleep(0.01)
                     killed = engine.worker_pid
                     assert killed is not None
