@@ -1,0 +1,145 @@
+"""Whatever the body is, the answer is one: 2xx or an error that the caller can read, never a failure of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.conformance.reading import CHAT, COMPLETIONS, check_error, read_events
+from tests.conftest import NO_TLS, Served, serve_script
+
+NAMES = [
+    "model", "prompt", "messages", "suffix", "instructions", "stream", "stream_options", "max_tokens", "n", "best_of",
+    "max_completion_tokens", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "logprobs",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "response_format", "seam", "canonical", "tools",
+    "stop_across_seam", "report", "continue_final_message", "add_generation_prompt", "top_logprobs", "tool_choice",
+    "role", "content", "name", "prefix", "partial", "reasoning_content", "tool_calls", "tool_call_id", "type", "text",
+    "include_usage", "function", "arguments", "5", "",
+]  # fmt: skip
+WORDS = ["m", "user", "assistant", "system", "tool", "text", "none", "heal", "auto", "json_object", "<|end|>", "{", "x"]
+
+KEYS = st.sampled_from(NAMES) | st.text(max_size=6)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**20), 10**20),
+    st.integers(-2, 40),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.floats(0, 1),
+    st.sampled_from(WORDS),
+    st.text(max_size=12),
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
+)
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"])},
+        optional={
+            "content": st.none() | st.text(max_size=12) | st.lists(st.fixed_dictionaries({"type": st.just("text")}))
+            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=4)}), max_size=3),
+            "prefix": st.booleans() | st.none(),
+            "partial": st.booleans() | st.none(),
+            "name": st.text(max_size=5),
+            "reasoning_content": st.text(max_size=5),
+            "tool_calls": st.lists(st.dictionaries(KEYS, VALUES, max_size=3), max_size=2),
+            "tool_call_id": st.text(max_size=3),
+        },
+    ),
+    max_size=4,
+)  # fmt: skip
+PROMPTS = st.one_of(
+    st.text(max_size=20),
+    st.lists(st.text(max_size=8), max_size=4),
+    st.lists(st.integers(-1, 300), max_size=6),
+    st.lists(st.lists(st.integers(0, 256), max_size=4), max_size=3),
+)
+PLAUSIBLE = st.fixed_dictionaries(
+    {"model": st.just("m")},
+    optional={
+        "prompt": PROMPTS,
+        "messages": MESSAGES,
+        "stream": st.booleans(),
+        "max_tokens": st.integers(0, 30),
+        "n": st.integers(0, 17),
+        "best_of": st.integers(0, 17),
+        "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=34),
+        "echo": st.booleans(),
+        "suffix": st.text(max_size=4),
+        "instructions": st.text(max_size=4),
+        "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-101, 101), max_size=3),
+        "stream_options": st.none() | st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+        "seed": st.integers(-(2**63), 2**64),
+        "temperature": st.floats(0, 2),
+        "top_p": st.floats(0, 1),
+        "continue_final_message": st.booleans(),
+        "add_generation_prompt": st.booleans(),
+        "stop_across_seam": st.booleans(),
+        "report": st.booleans(),
+        "seam": st.sampled_from(["heal", "none"]),
+    },
+)
+BODIES = st.one_of(
+    PLAUSIBLE,
+    st.builds(lambda known, wild: {**known, **wild}, PLAUSIBLE, st.dictionaries(KEYS, VALUES, max_size=2)),
+    st.dictionaries(KEYS, VALUES, max_size=5),
+    VALUES,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server that plays a short text."""
+    with serve_script([b"some ", "t\u00e9xt".encode(), b" </s>"]) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[httpx2.Client]:
+    """A client with kept connections: an answer that upsets the next request shows up."""
+    with httpx2.Client(base_url=server.url, verify=NO_TLS, timeout=30) as client:
+        yield client
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(body=BODIES)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_any_json_is_answered_or_refused(client: httpx2.Client, server: Served, path: str, body: Any) -> None:
+    response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    if response.status_code == 200:
+        if response.headers["content-type"] == "application/json":
+            assert response.json()["choices"]
+        else:
+            assert read_events(response.content)
+    else:
+        assert response.status_code in (400, 404)
+        check_error(response, response.status_code)
+    assert server.engine.counters()["running"] == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=60) | st.text(alphabet='{}[]",:\\u0dtrue1e-. ', max_size=40).map(str.encode))
+def test_any_bytes_are_refused_or_answered(client: httpx2.Client, data: bytes) -> None:
+    response = client.post(COMPLETIONS, content=data, headers={"content-type": "application/json"})
+    check_error(response, 400)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("depth", [64, 65, 1000, 100_000])
+def test_depth_is_bounded(client: httpx2.Client, opening: str, depth: int) -> None:
+    closing = {"[": "]", '{"a":': "}"}[opening]
+    inner = opening * (depth - 1) + "0" + closing * (depth - 1)
+    data = f'{{"model": "m", "prompt": "x", "deep": {inner}}}'
+    response = client.post(COMPLETIONS, content=data, headers={"content-type": "application/json"})
+    if depth <= 64:
+        assert response.status_code == 200
+        assert response.headers["legato-ignored"] == "deep"
+    else:
+        assert "64" in check_error(response, 400)["message"]
