@@ -108,7 +108,7 @@ def client(server: Served) -> Iterator[httpx2.Client]:
         yield client
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(body=BODIES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_any_json_is_answered_or_refused(client: httpx2.Client, server: Served, path: str, body: Any) -> None:
@@ -124,7 +124,7 @@ def test_any_json_is_answered_or_refused(client: httpx2.Client, server: Served, 
     assert server.engine.counters()["running"] == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=60) | st.text(alphabet='{}[]",:\\u0dtrue1e-. ', max_size=40).map(str.encode))
 def test_any_bytes_are_refused_or_answered(client: httpx2.Client, data: bytes) -> None:
     response = client.post(COMPLETIONS, content=data, headers={"content-type": "application/json"})

@@ -236,6 +236,18 @@ def test_r6_however_much_is_ignored_the_answer_can_be_read(words: Served) -> Non
     assert words.post(COMPLETIONS, body_for(words, COMPLETIONS, **{"x" * 100_000: 1})).status_code == 200
 
 
+@pytest.mark.parametrize("path", BOTH)
+def test_r13_the_report_of_a_stream_comes_with_a_choice_unless_usage_was_asked_for(words: Served, path: str) -> None:
+    for options, has_choice in (({}, True), ({"stream_options": {"include_usage": True}}, False)):
+        answer = words.post(path, body_for(words, path, stream=True, report=True, seed=5, **options))
+        *_, last, done = [line for line in answer.text.split("\n\n") if line]
+        assert done == "data: [DONE]"
+        chunk = json.loads(last.removeprefix("data: "))
+        assert chunk["legato"]["seed"] == 5
+        assert bool(chunk["choices"]) == has_choice
+        assert ("usage" in chunk) == (not has_choice)
+
+
 def test_r28_each_event_is_sent_when_it_is_made() -> None:
     with serve_script([part for data in (b"0", b"1", b"2", b"3") for part in (data, Pause(0.15))]) as served:
         body = body_for(served, COMPLETIONS, max_tokens=100, stream=True)

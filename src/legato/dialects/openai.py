@@ -236,16 +236,11 @@ class _CompletionsEncoder:
 
     def end(self, usage: Usage, facts: Facts) -> Iterator[bytes]:
         """Usage, if it was asked for, and the mark of the end."""
-        if self._request.output.include_usage:
-            yield encode_event({**self._head, "choices": [], "usage": _usage(usage), **_legato(facts)})
-        elif facts:
-            yield encode_event({**self._head, "choices": [], **_legato(facts)})
-        yield DONE
+        return _end(self._head, self._choice(0, "", (), None), self._request.output, usage, facts)
 
     def failure(self, error: LegatoError) -> Iterator[bytes]:
         """One event that says what happened, and the mark of the end."""
-        yield encode_event(_error(error))
-        yield DONE
+        return iter((encode_event(_error(error)), DONE))
 
     def whole(self, answers: tuple[Answer, ...], usage: Usage, facts: Facts) -> bytes:
         """The body of an answer that is not streamed."""
@@ -478,16 +473,13 @@ class _ChatEncoder:
     def end(self, usage: Usage, facts: Facts) -> Iterator[bytes]:
         """Usage, if it was asked for, and the mark of the end."""
         head = {**self._head, "object": "chat.completion.chunk"}
-        if self._request.output.include_usage:
-            yield encode_event({**head, "choices": [], "usage": _usage(usage), **_legato(facts)})
-        elif facts:
-            yield encode_event({**head, "choices": [], **_legato(facts)})
-        yield DONE
+        return _end(
+            head, {"index": 0, "delta": {"content": ""}, "finish_reason": None}, self._request.output, usage, facts
+        )
 
     def failure(self, error: LegatoError) -> Iterator[bytes]:
         """One event that says what happened, and the mark of the end."""
-        yield encode_event(_error(error))
-        yield DONE
+        return iter((encode_event(_error(error)), DONE))
 
     def whole(self, answers: tuple[Answer, ...], usage: Usage, facts: Facts) -> bytes:
         """The body of an answer that is not streamed."""
@@ -539,6 +531,20 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def _end(
+    head: Mapping[str, Any], empty: Mapping[str, Any], output: Output, usage: Usage, facts: Facts
+) -> Iterator[bytes]:
+    """Close a stream: a chunk for what was asked beside the text, and the mark of the end.
+
+    Only with usage has the chunk no choices, as OpenAI has it; otherwise an `empty` one: some clients read the first.
+    """
+    if output.include_usage:
+        yield encode_event({**head, "choices": [], "usage": _usage(usage), **_legato(facts)})
+    elif facts:
+        yield encode_event({**head, "choices": [empty], **_legato(facts)})
+    yield DONE
 
 
 def _legato(facts: Facts) -> dict[str, Any]:
