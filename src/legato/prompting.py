@@ -74,9 +74,8 @@ class _Renderer:
         """Take a prompt as it is; markers in it are control tokens."""
         ids, floor = self._read_text(prompt) if isinstance(prompt, str) else self._read_ids(prompt)
         shown = prompt if isinstance(prompt, str) else self._bytes(ids).decode("utf-8", "replace")
-        start = self._tokenizer.start_id
-        if start is not None and ids[:1] != [start]:
-            ids, floor = [start, *ids], floor + 1
+        started = self._started(ids)
+        ids, floor = started, floor + len(started) - len(ids)
         if not ids:
             raise InvalidField("`prompt` is empty, and this model has no start token to begin from", param="prompt")
         return self._prompt(ids[:floor], ids[floor:], prefix=shown)
@@ -103,6 +102,11 @@ class _Renderer:
         is_text = self._tokenizer.encode(self._bytes(ids[floor:]), special=False) == ids[floor:]
         return ids, floor if is_text else len(ids)
 
+    def _started(self, ids: list[int]) -> list[int]:
+        """Put the start token before ids, exactly once, if the model wants one."""
+        start = self._tokenizer.start_id
+        return ids if start is None or ids[:1] == [start] else [start, *ids]
+
     def _after_control(self, ids: Sequence[int]) -> int:
         return max((at + 1 for at, id in enumerate(ids) if id in self._tokenizer.control_ids), default=0)
 
@@ -126,8 +130,7 @@ class _Renderer:
             messages = (Message("system", instructions), Message("user", _INSTRUCTED))
             return self.chat(Chat(messages, Mark(prompt)))
         header = self._plain(f"{instructions}\n{_INSTRUCTED}\n\n")
-        start = self._tokenizer.start_id
-        return self._prompt([*([] if start is None else [start]), *header], self._plain(prompt), prefix=prompt)
+        return self._prompt(self._started(header), self._plain(prompt), prefix=prompt)
 
     def infill(self, infill: Infill) -> Prompt:
         """Lay out prefix and suffix around the markers; the prefix's last bytes are written again behind the middle
@@ -141,15 +144,8 @@ class _Renderer:
             )
         ids = self._plain(infill.prefix)
         kept, heal = self._seam.split(ids, 0) if self._options.heal else (len(ids), b"")
-        start = self._tokenizer.start_id
-        scaffold = [
-            *([] if start is None else [start]),
-            marks.prefix,
-            *ids[:kept],
-            marks.suffix,
-            *self._plain(infill.suffix),
-            marks.middle,
-        ]
+        layout = [marks.prefix, *ids[:kept], marks.suffix, *self._plain(infill.suffix), marks.middle]
+        scaffold = self._started(layout)
         num_tokens = len(scaffold) + len(ids) - kept
         return self._checked(
             Prompt(
@@ -205,11 +201,9 @@ class _Renderer:
         """Render the template; return the ids up to the open assistant turn, and the text that stands in it."""
         text, literals = render_chat(chat, self._profile, _control_text(self._tokenizer))
         ids: list[int] = []
-        start = self._tokenizer.start_id
         for part, is_literal in _parts(text, literals):
             ids += self._encode(part.encode(), special=not is_literal)
-        if start is not None and ids[:1] != [start]:
-            ids = [start, *ids]
+        ids = self._started(ids)
         mark = chat.mark
         if mark is None:
             return ids, ""

@@ -92,7 +92,7 @@ class _Fed:
     num_rows: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """A running Job."""
 
@@ -450,29 +450,30 @@ class Scheduler:
         kept = sequence.tokens[: sequence.num_kept]
         logprobs: dict[tuple[int, ...], NDArray[np.float64]] = {}
 
-        def joint(ids: tuple[int, ...]) -> tuple[float, int]:
-            """Sum the log-probabilities of ids as far as rows are known; also return how many those are."""
+        def after(head: tuple[int, ...]) -> NDArray[np.float64]:
+            """Return the log-probabilities of what follows a path whose row is known."""
+            if head not in logprobs:
+                logprobs[head] = sampler.cover_logprobs(sequence.rows[head], sequence.counts_with(head))
+            return logprobs[head]
+
+        def joint(ids: tuple[int, ...]) -> float:
+            """Sum the log-probabilities of ids as far as rows are known: a bound, and exact where all are."""
             total = 0.0
             for num in range(len(ids)):
-                head = ids[:num]
-                if head not in sequence.rows:
-                    return total, num
-                if head not in logprobs:
-                    logprobs[head] = sampler.cover_logprobs(sequence.rows[head], sequence.counts_with(head))
-                total += float(logprobs[head][ids[num]])
-            return total, len(ids)
+                if ids[:num] not in sequence.rows:
+                    break
+                total += float(after(ids[:num])[ids[num]])
+            return total
 
         known, unknown = [], []
         for inner in self._seam.inners(kept, job.prompt.floor, job.prompt.heal, sequence.spelling):
-            bound, _ = joint(inner.ids)
+            bound = joint(inner.ids)
             if inner.ids not in sequence.rows:
                 unknown.append((bound, inner))
                 continue
-            if inner.ids not in logprobs:
-                logprobs[inner.ids] = sampler.cover_logprobs(sequence.rows[inner.ids], sequence.counts_with(inner.ids))
             offset = job.prompt.origin + len(job.prompt.heal) - len(inner.rest)
             noise = partial(sampler.cover_noise, offset) if job.sampling.temperature else None
-            known.append(ScoredInner(inner, bound, logprobs[inner.ids], noise))
+            known.append(ScoredInner(inner, bound, after(inner.ids), noise))
         cover, score = best_cover(self._seam, kept, job.prompt.floor, known, sequence.spelling)
         if not sequence.is_branched:
             margin = _MARGIN if job.sampling.temperature else 0.0
