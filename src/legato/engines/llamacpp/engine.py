@@ -85,6 +85,7 @@ class LlamaCppEngine:
         self._errors: deque[str] = deque(maxlen=8)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._reading_errors: asyncio.Task[None]
         self._watch: asyncio.Task[None] | None = None
         self._failure: EngineUnavailable | None = None
         self._is_closing = False
@@ -105,8 +106,12 @@ class LlamaCppEngine:
             ConfigError: the file is no usable model, memory does not suffice, or the native code does not run here.
         """
         engine = cls(settings, environment)
-        reader, context_length = await engine._start_worker()
-        await asyncio.to_thread(engine._load_vocabulary, context_length)
+        try:
+            reader, context_length = await engine._start_worker()
+            await asyncio.to_thread(engine._load_vocabulary, context_length)
+        except BaseException:
+            await engine.aclose()
+            raise
         engine._watch = asyncio.create_task(engine._run(reader))
         return engine
 
@@ -162,14 +167,26 @@ class LlamaCppEngine:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        if self._writer is not None:
-            self._writer.close()
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        await self._end_worker()
 
     # -- the worker ---------------------------------------------------------------------------------------------------
+
+    async def _end_worker(self) -> int | None:
+        """Kill the worker, wait until it is gone and all it said is read; return its exit code. None: there was none.
+
+        Only then has asyncio let go of the process: an event loop that closes earlier complains on standard error.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with suppress(ProcessLookupError):
+            process.kill()
+        code = await process.wait()
+        await self._reading_errors
+        return code
 
     def _send(self, command: tuple[Any, ...]) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -190,26 +207,25 @@ class LlamaCppEngine:
                 stderr=asyncio.subprocess.PIPE,
                 env=dict(self._environment),
             )
-        errors = asyncio.create_task(self._read_errors(self._process))
+        self._reading_errors = asyncio.create_task(self._read_errors(self._process))
         reader, writer = await asyncio.open_connection(sock=ours)
         writer.write(pack(self._settings))
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 event, value = await _receive(reader)
-        except asyncio.CancelledError:
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             writer.close()
-            self._process.kill()
-            raise
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            writer.close()
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            code = await self._process.wait()
-            await errors
+            if not isinstance(error, TimeoutError):
+                await self._process.wait()  # It has died by itself: how, is worth telling.
+            code = await self._end_worker()
+            assert code is not None
             raise ConfigError(self._describe_death(code)) from None
+        except BaseException:
+            writer.close()
+            raise
         if event == "refused":
             writer.close()
-            await self._process.wait()
+            await self._end_worker()
             raise ConfigError(value)
         self._writer = writer
         return reader, value
@@ -248,9 +264,7 @@ class LlamaCppEngine:
                     self._dispatch(*await _receive(reader))
             except (asyncio.IncompleteReadError, ConnectionError):
                 pass
-            if self._writer is not None:
-                self._writer.close()
-            self._writer = None
+            await self._end_worker()
             while self._counts:
                 self._counts.popleft().set_exception(EngineUnavailable("the engine died"))
             if self._is_closing:
