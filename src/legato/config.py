@@ -79,6 +79,10 @@ class ModelSettings:
     """Most tokens of all sequences in the KV cache together; 0: one full context and a little more."""
     num_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)), metadata={"least": 1, "most": 512})
     """Threads that compute."""
+    spill_bytes: int = _number(512 * 1024 * 1024, least=0)
+    """Most bytes of idle prompts and answers that had to leave the KV cache and can be read back."""
+    spill_dir: str = ""
+    """A folder where these are kept, also over a restart; empty: in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,14 @@ async def _start(name: str, settings: ModelSettings, data_dir: Path) -> Engine:
         context_length=settings.context_length,
         num_cells=settings.num_cells,
         num_threads=settings.num_threads,
+        spill_bytes=settings.spill_bytes,
+        spill_dir=_spill_dir(name, settings),
     )
     return await LlamaCppEngine.start(worker, worker_environment())
+
+
+def _spill_dir(name: str, settings: ModelSettings) -> Path | None:
+    return Path(settings.spill_dir).expanduser() / name if settings.spill_dir else None
 
 
 def _admission(limits: LimitSettings) -> Admission:

@@ -231,6 +231,12 @@ class Job:
     canonical: bool = True
     logprobs: int | None = None
     score_prompt: bool = False
+    reference: tuple[int, ...] = ()
+    """Ids of a text that the answer may repeat in parts: drafts are taken from it too, and never change the answer."""
+    deterministic: bool = False
+    """Whether the answer may in no way depend on what else runs or is cached, at the price of speed."""
+    cache_salt: str = ""
+    """Jobs share KV entries only with Jobs of the same salt."""
     num_resumed: int = 0
     """Ids at the end of the prompt that an engine wrote before it died: to be fed as when they were written."""
 
@@ -250,6 +256,7 @@ class Job:
         return cls(
             prompt=replace(Prompt(**prompt), ids=tuple(prompt["ids"]), heal=bytes.fromhex(prompt["heal"])),
             sampling=Sampling(**sampling, logit_bias=bias),
+            reference=tuple(values.pop("reference")),
             **values,
         )
 
@@ -297,6 +304,8 @@ class Step:
     """Scores of the prompt's tokens, once, if the Job asked for them."""
     num_cached: int = 0
     """Prompt tokens whose KV entries were reused; told in the first Step."""
+    num_drafted: int = 0
+    """Of `tokens`: how many a draft had guessed."""
     finish: FinishReason | None = None
     """Set in the last Step only."""
 

@@ -1,17 +1,23 @@
-"""Retained sequences: the longest shared head, and who goes first."""
+"""What finished sequences have: the longest shared head, who goes first, known rows, and states outside the cache."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.engines.llamacpp.cache import Retained, shared_head
+from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
+from legato.engines.llamacpp.spill import Spill
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+NAMESPACES = st.sampled_from(["", "other"])
 
 
-def array(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def array(tokens: list[int]) -> Tokens:
     return np.array(tokens, np.int32)
 
 
@@ -22,31 +28,121 @@ def common(left: list[int], right: list[int]) -> int:
     return size
 
 
+def num_distinct(kept: list[list[int]]) -> int:
+    """Count the nodes of a trie: tokens, shared ones once."""
+    return len({tuple(tokens[:size]) for tokens in kept for size in range(1, len(tokens) + 1)})
+
+
 @given(TOKENS, TOKENS)
 def test_shared_head(left: list[int], right: list[int]) -> None:
     assert shared_head(array(left), array(right)) == common(left, right)
 
 
-@given(st.lists(TOKENS, max_size=8), TOKENS)
-def test_the_longest_head_is_found(kept: list[list[int]], wanted: list[int]) -> None:
-    retained = Retained()
-    alive = {}
-    for id, tokens in enumerate(kept):
-        alive[id] = tokens
-        for covered in retained.add(id, tokens):
-            assert tokens[: len(alive[covered])] == alive.pop(covered)
-    best = max((common(tokens, wanted) for tokens in alive.values()), default=0)
-    sequence, length = retained.longest(array(wanted))
+@given(st.lists(st.tuples(TOKENS, NAMESPACES, st.booleans()), max_size=12), TOKENS, NAMESPACES)
+def test_the_tree_is_what_a_list_would_be(
+    script: list[tuple[list[int], str, bool]], wanted: list[int], namespace: str
+) -> None:
+    tree = RadixTree()
+    alive: dict[int, tuple[str, list[int]]] = {}
+    for id, (tokens, space, evicts) in enumerate(script):
+        alive[id] = (space, tokens)
+        for useless in tree.add(id, tokens, space):
+            gone_space, gone = alive.pop(useless)
+            assert any(
+                gone_space == other_space and other[: len(gone)] == gone for other_space, other in alive.values()
+            )
+        if evicts and (evicted := tree.evict()) is not None:
+            gone_id, gone_tokens, gone_space = evicted
+            assert alive.pop(gone_id) == (gone_space, gone_tokens.tolist())
+    spaces = {space for space, _ in alive.values()}
+    assert tree.num_tokens == sum(num_distinct([t for s, t in alive.values() if s == space]) for space in spaces)
+    assert {id: (space, tokens.tolist()) for id, tokens, space in tree.newest_first()} == alive
+    best = max((common(tokens, wanted) for space, tokens in alive.values() if space == namespace), default=0)
+    sequence, length = tree.longest(array(wanted), namespace)
     assert length == best
-    assert sequence == -1 if best == 0 else common(alive[sequence], wanted) == best
-    assert len(retained) == len(alive)
+    assert sequence == -1 if best == 0 else common(alive[sequence][1], wanted) == best
+    while (evicted := tree.evict()) is not None:
+        del alive[evicted[0]]
+    assert (alive, tree.num_tokens, len(tree)) == ({}, 0, 0)
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    retained = Retained()
+def test_the_least_recently_used_goes_first_and_a_shared_head_stays() -> None:
+    tree = RadixTree()
+    head = list(range(100, 200))
     for id in range(3):
-        retained.add(id, [id, 9])
-    retained.touch(0)
-    assert [id for id, _ in retained.newest_first()] == [0, 2, 1]
-    retained.drop(2)
-    assert [retained.evict(), retained.evict(), retained.evict()] == [1, 0, None]
+        tree.add(id, [*head, id])
+    assert tree.num_tokens == 103
+    assert tree.longest(array([*head, 0, 7])) == (0, 101)
+    assert [id for id, _, _ in tree.newest_first()] == [0, 2, 1]
+    evicted = tree.evict()
+    assert evicted is not None
+    assert evicted[0] == 1
+    assert (tree.num_tokens, 1 in tree, 2 in tree) == (102, False, True)
+    assert tree.longest(array([*head, 1]))[1] == 100
+
+
+def test_rows_are_known_by_their_tokens_and_the_oldest_go() -> None:
+    rows = [np.full(4, value, np.float32) for value in range(3)]
+    cache = RowCache(max_bytes=2 * rows[0].nbytes)
+    cache.put([1], rows[0])
+    cache.put([1, 2], rows[1])
+    rows[0][:] = 9
+    assert cache.get([1]) is not None
+    cache.put([1], np.zeros(4, np.float32))
+    cache.put([3], rows[2])
+    assert cache.get([1, 2]) is None
+    assert cache.get([1], "other") is None
+    assert np.array_equal(cache.get([1]), [0, 0, 0, 0])  # type: ignore[arg-type]
+    assert np.array_equal(cache.get([3]), rows[2])  # type: ignore[arg-type]
+
+
+# -- states outside the cache -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_states_come_back_within_the_bound(tmp_path: Path, on_disk: bool) -> None:
+    spill = Spill(250, tmp_path if on_disk else None, "model")
+    spill.put(array([1, 2, 3]), "", b"a" * 100)
+    spill.put(array([1, 2, 4]), "", b"b" * 100)
+    name, length = spill.longest(array([1, 2, 3, 9]), "")
+    assert (spill.get(name), length) == (b"a" * 100, 3)
+    assert spill.longest(array([1, 2, 3]), "salt") == ("", 0)
+    spill.put(array([5]), "", b"c" * 100)  # The second was used least recently.
+    assert spill.longest(array([1, 2, 4]), "")[1] == 2
+    spill.put(array([6]), "", b"d" * 251)
+    assert len(spill) == 2
+    spill.put(array([1, 2, 3, 7]), "", b"e" * 100)  # It holds all that the first held.
+    assert len(spill) == 2
+    assert spill.longest(array([1, 2, 3, 7]), "")[1] == 4
+
+
+def test_states_outlive_the_process(tmp_path: Path) -> None:
+    spill = Spill(1000, tmp_path, "model")
+    spill.put(array([1, 2]), "salt", b"state")
+    assert spill.is_kept
+    again = Spill(1000, tmp_path, "model")
+    name, length = again.longest(array([1, 2, 3]), "salt")
+    assert (again.get(name), length) == (b"state", 2)
+    assert os.listdir(tmp_path) == [name]
+    assert len(Spill(2, tmp_path, "model")) == 0  # A smaller bound holds at once.
+
+
+def test_a_state_of_another_model_or_a_damaged_one_is_not_read(tmp_path: Path) -> None:
+    Spill(1000, tmp_path, "model").put(array([1, 2]), "", b"state")
+    (tmp_path / "broken.kv").write_bytes(b"{")
+    spill = Spill(1000, tmp_path, "model")
+    name, _ = spill.longest(array([1, 2]), "")
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[:-1] + b"X")
+    assert spill.get(name) is None
+    assert (len(spill), os.listdir(tmp_path)) == (0, [])
+    Spill(1000, tmp_path, "model").put(array([1, 2]), "", b"state")
+    assert len(Spill(1000, tmp_path, "another")) == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_loses_the_state_and_no_more(tmp_path: Path) -> None:
+    spill = Spill(1000, tmp_path / "gone", "model")
+    (tmp_path / "gone").rmdir()
+    spill.put(array([1, 2]), "", b"state")
+    assert len(spill) == 0

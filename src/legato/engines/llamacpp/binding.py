@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp._ggml import libggml as ggml
 from numpy.typing import NDArray
 
 from legato.errors import ConfigError
 
-__all__ = ["Batch", "Model", "Vocabulary", "check_gguf"]
+__all__ = ["Batch", "Model", "Vocabulary", "check_gguf", "fingerprint"]
 
 _log: list[str] = []
 _ERROR_LEVEL = 4
@@ -50,6 +53,14 @@ def check_gguf(path: Path) -> None:
         raise ConfigError(f"model file {path} cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise ConfigError(f"model file {path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+
+
+def fingerprint(path: Path) -> str:
+    """Name what the states of sequences depend on: this file, as it is now, and the version of llama.cpp."""
+    status = path.stat()
+    with path.open("rb") as file:
+        head = blake2b(file.read(1 << 20), digest_size=8).hexdigest()
+    return f"{head} {status.st_size} {status.st_mtime_ns} {llama_cpp.__version__}"
 
 
 class Vocabulary:
@@ -218,6 +229,8 @@ class Model:
         trained = self.vocabulary.context_length
         self.context_length = min(context_length or trained, trained)
         num_cells = max(num_cells, self.context_length + 2 * max_sequences)
+        self.num_cells = num_cells
+        self._companion = max_sequences - 1
         _log.clear()
         context = llama_cpp.llama_context_default_params()
         context.n_ctx = num_cells
@@ -229,19 +242,32 @@ class Model:
         context.kv_unified = True
         context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         context.no_perf = True
-        self._context = llama_cpp.llama_init_from_model(self._model, context)
+        self._cpu = _CpuBackends()
+        with self._cpu.catch():
+            self._context = llama_cpp.llama_init_from_model(self._model, context)
         if not self._context:
             raise ConfigError(f"no memory for a context of {num_cells} tokens with model {path}: {_reason()}")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab_size = len(self.vocabulary.pieces)
 
-    def decode(self, batch: Batch) -> bool:
+    def decode(self, batch: Batch, *, exact: bool = False) -> bool:
         """Compute the batch. False: no room among the cells, and nothing was changed.
+
+        Args:
+            batch: what to compute.
+            exact: compute each row with the same bits whatever else the call holds, which is slow for prompts. Where
+            that cannot be chosen, a lone token gets a companion in the last sequence, for whose logits nobody asks:
+            from 2 to 7 rows they are the same all the same.
 
         Raises:
             RuntimeError: llama.cpp failed.
         """
+        has_companion = not self._cpu.use_one_kernel(exact) and exact and batch.num_tokens == 1
+        if has_companion:
+            batch.add(self._companion, 0, [0], num_wanted=0)
         status = llama_cpp.llama_decode(self._context, batch.native)
+        if has_companion:
+            self.forget(self._companion, 0)
         if status not in (0, 1):
             raise RuntimeError(f"llama_decode returned {status}: {_reason()}")
         return bool(status == 0)
@@ -266,8 +292,8 @@ class Model:
         llama_cpp.llama_state_seq_get_data(self._context, buffer, size, sequence)
         return bytes(buffer)
 
-    def load(self, sequence: int, data: bytes) -> None:
-        """Give an empty sequence what `save` returned, in neighbouring cells and in the order of positions.
+    def load(self, sequence: int, data: bytes) -> int:
+        """Give an empty sequence what `save` returned, in the order of positions; return its number of tokens.
 
         Raises:
             RuntimeError: there is no room, or the data is no such state.
@@ -275,10 +301,65 @@ class Model:
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         if not llama_cpp.llama_state_seq_set_data(self._context, buffer, len(data), sequence):
             raise RuntimeError(f"a state of {len(data)} bytes cannot be loaded: {_reason()}")
+        return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
     def clear(self) -> None:
         """Forget every sequence."""
         llama_cpp.llama_memory_clear(self._memory, False)
+
+
+class _CpuBackends:
+    """The CPU backends that contexts compute with, and the choice of their attention kernel.
+
+    ggml's `set_use_ref` makes attention take one kernel whatever the number of rows and cells, and fuses no operations;
+    but it wants the backend, which llama.cpp keeps to itself. So the device's `init_backend` is wrapped while a context
+    is made: the sixth entry of the table that a device begins with (`ggml_backend_device_i`). Other versions of that
+    table are left alone.
+    """
+
+    _API_VERSION = 2
+    _INIT_BACKEND = 5
+    _Init = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    _SetUseRef = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_bool)
+
+    def __init__(self) -> None:
+        self._backends: list[int] = []
+        self._set_use_ref: Any = None
+
+    @contextmanager
+    def catch(self) -> Iterator[None]:
+        """Take note of the backends that are made meanwhile."""
+        ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
+        ggml.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
+        ggml.ggml_backend_reg_get_proc_address.restype = ctypes.c_void_p
+        device = ctypes.c_void_p(ggml.ggml_backend_dev_by_type(0))
+        registry = ctypes.c_void_p(ggml.ggml_backend_dev_backend_reg(device))
+        address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_cpu_set_use_ref")
+        if not address or ctypes.c_int.from_address(registry.value or 0).value != self._API_VERSION:
+            yield
+            return
+        table = (ctypes.c_void_p * (self._INIT_BACKEND + 1)).from_address(device.value or 0)
+        original = table[self._INIT_BACKEND]
+        init = self._Init(original or 0)
+
+        def init_and_note(device: int, params: int) -> int:
+            backend: int = init(device, params)
+            self._backends.append(backend)
+            return backend
+
+        wrapped = self._Init(init_and_note)
+        table[self._INIT_BACKEND] = ctypes.cast(wrapped, ctypes.c_void_p).value
+        try:
+            yield
+        finally:
+            table[self._INIT_BACKEND] = original
+        self._set_use_ref = self._SetUseRef(address)
+
+    def use_one_kernel(self, enabled: bool) -> bool:
+        """Compute with the kernels that round alike for every shape, or with the fastest. False: there is no choice."""
+        for backend in self._backends:
+            self._set_use_ref(backend, enabled)
+        return bool(self._backends)
 
 
 def _reason() -> str:

@@ -27,6 +27,7 @@ from legato.types import Capabilities, Job, Step, Token, Tokenizer
 __all__ = ["LlamaCppEngine"]
 
 _START_TIMEOUT_S = 300
+_SPILL_TIMEOUT_S = 20
 _MAX_STARTS = 3
 _MAX_DEATHS = 2
 """A Job is given up when the worker has died this often under it."""
@@ -167,6 +168,10 @@ class LlamaCppEngine:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        if self._writer is not None and self._process is not None and self._settings.spill_dir is not None:
+            self._writer.close()  # The worker then spills what it has, and ends by itself.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _SPILL_TIMEOUT_S)
         await self._end_worker()
 
     # -- the worker ---------------------------------------------------------------------------------------------------
@@ -305,6 +310,9 @@ class LlamaCppEngine:
         for job_id, step in value:
             live = self._live.get(job_id)
             if live is None:
+                continue
+            if isinstance(step, GenerationFailed):
+                self._fail(live, step)
                 continue
             if not step.tokens and not step.prompt and step.finish is None:
                 if live.is_accepted:

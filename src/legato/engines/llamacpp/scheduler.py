@@ -14,17 +14,19 @@ A Job's life, as the states of its `_Sequence`:
     writing    a token is chosen per step
 
 Rounding. The same token must get the same logits whoever else is there, or L2 fails: a difference in the last bit
-grows, through the quantised activations, to tenths of a logit. llama.cpp's kernels give equal bits for a row in any
-batch of 2 to 7 rows (flash attention splits a single row over threads by the place of its cells, and takes another
-kernel from 64 rows on; Q5_0 and Q8_0 weights take another from 8). So tokens that streams write and prompts that are
-read go in separate calls, each prompt in its own, and a lone token gets a companion (`_pad`). What was once written is
-never read: after a crash it is fed in short calls again.
+grows, through the quantised activations, to tenths of a logit. llama.cpp rounds by the shape of the call, unless it is
+asked for the kernels that do not (`Model.decode`), which read long prompts slower by half and more. So tokens that
+streams write go in exact calls, a prompt in calls of its own, and what was once written is never read: after a crash it
+is fed in exact calls again. Deterministic Jobs read in exact calls too, and share entries only among themselves.
 
 Flash attention adds up in the order of the cells, so that order must not depend on who else came and went either.
 llama.cpp fills the lowest free cell first; therefore cells are used as a log: what is given up is first buried
 (`_bury`: moved to a sequence of its own). When the log has grown, or no room is left, what is alive is written again
 from the first cell on, bit for bit and in order (`_compact`). Attention looks at every cell below the highest that is
-used, so a short log is also a fast one: a thousand cells cost about 2 % of a decode step.
+used, so a short log is also a fast one: a thousand cells cost about 2 % of a decode step. Finished sequences that must
+leave the cells are kept by `spill`.
+
+Rows left over in a call hold drafts (`drafts`), checked with the sampler's own choices: they never change the text.
 
 `_Sequence.tokens` is what should be in the cache, `num_fed` how much of it is; whatever changes the tail of `tokens`
 truncates the cache to what is still true. So preemption, when cells run out, is no more than `num_fed = 0`.
@@ -41,7 +43,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.engines.llamacpp.binding import Batch, Model
-from legato.engines.llamacpp.cache import Retained, shared_head
+from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
+from legato.engines.llamacpp.drafts import Drafter
+from legato.engines.llamacpp.spill import Spill
+from legato.errors import GenerationFailed
 from legato.sampling import Row, Sampler, log_softmax
 from legato.seam import Inner, ScoredInner, Seam, best_cover
 from legato.types import FinishReason, Job, ScoredToken, Step, Token
@@ -50,12 +55,19 @@ __all__ = ["Scheduler"]
 
 _SHORT = 6
 """Tokens that one sequence may have in a call with others: those it writes, and its tail at the seam."""
-_MAX_SHORT_BATCH = 63
-"""From 64 rows on, flash attention takes another kernel, whose rounding is its own."""
+_MAX_ROWS = 63
+"""Of a call for streams."""
 _BLOCK = 64
 """A prompt is read in calls of at least so many tokens, if it has them: the fewest that the fast kernel takes."""
+_CALL_COST = 3
+"""What a call costs whatever it holds, in rows: so much is saved by a draft that is right."""
 _WORTH_WAITING = 16
 """A prompt waits for another one that is being read if it can then copy at least so many tokens more."""
+_WORTH_LOADING = 64
+"""A spilled sequence is kept, and read back, for at least so many tokens."""
+_KEPT_ROWS = 6
+"""Rows that are remembered of an answer's end, where the next round begins: a boundary backs up by four tokens."""
+_MAX_ROW_BYTES = 64 * 2**20
 _MAX_LOG = 1024
 """Tokens decoded from one compaction to the next."""
 _MAX_RETAINED = 4096
@@ -68,25 +80,29 @@ million).
 """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Branch:
     """A copy of a sequence, on which one inner path is scored."""
 
+    owner: _Sequence
     sequence: int
     inner: Inner
     num_shared: int
-    """Ids at its beginning that the sequence itself has been fed, so they come with the copy and their rows are
-    known.
-    """
+    """Ids at its beginning that the owner has been fed, so they come with the copy and their rows are known."""
+
+    @property
+    def num_short(self) -> int:
+        """Tokens that wait for a short call."""
+        return len(self.inner.ids) - self.num_shared if self.sequence >= 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Fed:
-    """What a batch holds of one sequence."""
+    """What a batch holds of one sequence or branch."""
 
-    sequence: _Sequence
+    item: _Sequence | _Branch
     num: int
-    """Tokens of the sequence itself."""
+    """Tokens, without a draft."""
     first: int
     """Its first row of logits, among the batch's rows."""
     num_rows: int
@@ -102,12 +118,16 @@ class _Sequence:
     num_kept: int
     """Tokens before the heal bytes."""
     spelling: list[int]
+    head: Tokens
+    """`tokens` as they were at first."""
     id: int = -1
     num_fed: int = 0
+    first_wanted: int = 0
+    """The first of `tokens` whose row is not known, while the prompt is read."""
     is_accepted: bool = False
     healing: bool = False
     rows: dict[tuple[int, ...], Row] = field(default_factory=dict)
-    """While healing: logits after the kept tokens plus a path."""
+    """While healing: logits after the kept tokens plus a path. Otherwise, of the prompt if they are known: by ()."""
     path: tuple[int, ...] = ()
     branches: list[_Branch] = field(default_factory=list)
     offset: int = 0
@@ -119,6 +139,11 @@ class _Sequence:
     is_read: bool = False
     num_chunks: int = 0
     is_branched: bool = False
+    drafter: Drafter | None = None
+    guess: list[int] = field(default_factory=list)
+    """What the drafter proposed last."""
+    draft: list[int] = field(default_factory=list)
+    """As much of the guess as is fed behind `tokens` in the call that is being made."""
 
     @property
     def pending(self) -> int:
@@ -141,11 +166,21 @@ class _Sequence:
         return self.num_fed < self.read_end and self.pending > _SHORT
 
     @property
+    def num_short(self) -> int:
+        """Tokens that wait for a short call."""
+        return 0 if self.id < 0 or self.branches or self.is_reading else min(self.pending, _SHORT)
+
+    @property
     def first_row(self) -> int:
         """The first of `tokens` whose logits are wanted when it is fed."""
         if self.job.score_prompt and not self.is_read:
             return 0
-        return self.num_kept - 1 if self.healing and not self.is_read else len(self.tokens) - 1
+        return len(self.tokens) - 1 if self.is_read else min(self.first_wanted, len(self.tokens) - 1)
+
+    @property
+    def namespace(self) -> str:
+        """Who may share its entries: a deterministic Job only takes what was computed in exact calls."""
+        return f"{self.job.cache_salt}{' deterministic' if self.job.deterministic else ''}"
 
     def counts_with(self, path: tuple[int, ...]) -> Mapping[int, int]:
         """Return the counts that a choice behind `path` sees."""
@@ -155,7 +190,16 @@ class _Sequence:
 class Scheduler:
     """Runs Jobs on one model."""
 
-    def __init__(self, model: Model, seam: Seam, *, context_length: int, max_batch: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        seam: Seam,
+        *,
+        context_length: int,
+        max_batch: int,
+        max_sequences: int,
+        spill: Spill,
+    ) -> None:
         self._model = model
         self._seam = seam
         self._pieces = model.vocabulary.pieces
@@ -163,19 +207,23 @@ class Scheduler:
         self._banned = model.vocabulary.control_ids - model.vocabulary.end_ids
         self._context_length = context_length
         self._batch = Batch(max_batch)
-        self._pad, self._grave = max_sequences - 1, max_sequences - 2
+        self._spare, self._grave = max_sequences - 1, max_sequences - 2
         self._free = list(range(self._grave - 1, -1, -1))
         self._is_full = False
         """Cells ran out: whoever waits does so until somebody has ended."""
         self._num_logged = 0
-        self._retained = Retained()
+        self._retained = RadixTree()
+        self._spill = spill
+        self._known = RowCache(_MAX_ROW_BYTES)
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._unserved: deque[_Sequence] = deque()
-        """Of those that run, the ones whose turn in this step is still to come."""
-        self._out: list[tuple[str, Step]] = []
+        self._unserved: deque[_Sequence | _Branch] = deque()
+        """Those whose turn in this step is still to come."""
+        self._out: list[tuple[str, Step | GenerationFailed]] = []
         self.num_steps = 0
         self.num_decoded = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -183,12 +231,14 @@ class Scheduler:
         """Accept a Job; its first Step comes with the next `step`."""
         prompt = job.prompt
         spelling = self._seam.encode_after(prompt.ids, prompt.floor, prompt.heal) if prompt.heal else []
+        tokens = [*prompt.ids, *spelling]
         sequence = _Sequence(
             job=job,
             sampler=Sampler(job.sampling, choice=job.choice, vocab_size=len(self._pieces)),
-            tokens=[*prompt.ids, *spelling],
+            tokens=tokens,
             num_kept=len(prompt.ids),
             spelling=spelling,
+            head=np.asarray(tokens, np.int32),
             healing=bool(prompt.heal),
             offset=prompt.origin,
         )
@@ -209,28 +259,40 @@ class Scheduler:
                 self._drop(sequence)
                 return
 
+    def close(self) -> None:
+        """Spill what is retained, if that outlives this process."""
+        if self._spill.is_kept:
+            for id, tokens, namespace in reversed(self._retained.newest_first()):
+                self._save(id, tokens, namespace)
+
     @property
     def is_idle(self) -> bool:
         """Whether a step would have nothing to do."""
         return not self._waiting and not self._running
 
     def counters(self) -> Mapping[str, int]:
-        """Return counts: Jobs and sequences now, steps and decoded tokens since the start."""
+        """Return counts: Jobs, sequences and their tokens now; steps and tokens since the start."""
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
             "retained": len(self._retained),
+            "retained_tokens": self._retained.num_tokens,
+            "spilled": len(self._spill),
             "steps": self.num_steps,
             "decoded_tokens": self.num_decoded,
+            "drafted_tokens": self.num_drafted,
+            "accepted_tokens": self.num_accepted,
         }
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[tuple[str, Step]]:
+    def step(self) -> list[tuple[str, Step | GenerationFailed]]:
         """Decode a token for every Job that writes, and one chunk of the prompts; return what came of it, by Job id."""
         self._out = []
         self._admit()
-        self._unserved = deque(self._running)
+        self._unserved = deque()
+        for sequence in self._running:
+            self._unserved.extend(sequence.branches or [sequence])
         while self._run(self._fill_short):
             pass
         self._run(self._fill_chunk)
@@ -238,29 +300,44 @@ class Scheduler:
             self._compact(_MAX_RETAINED)
         return self._out
 
-    def _run(self, fill: Callable[[], list[_Fed]]) -> bool:
+    def _run(self, fill: Callable[[], tuple[list[_Fed], bool]]) -> bool:
         """Decode what `fill` puts into the batch, and act on the logits. False: it put nothing."""
         while True:
             self._batch.clear()
-            fed = fill()
+            fed, exact = fill()
             if not fed:
                 return False
-            if self._batch.num_tokens == 1:
-                self._batch.add(self._pad, 0, [0], num_wanted=0)
-            done = self._model.decode(self._batch)
-            self._model.forget(self._pad, 0)
-            if done:
+            if self._model.decode(self._batch, exact=exact):
                 break
-            self._unserved.extendleft(reversed([entry.sequence for entry in fed]))
+            for entry in reversed(fed):
+                if isinstance(entry.item, _Sequence):
+                    entry.item.draft = []
+                self._unserved.appendleft(entry.item)
             self._make_room()
         self.num_steps += 1
-        num = sum(entry.num for entry in fed)
-        self.num_decoded += num
-        self._num_logged += num
+        self.num_decoded += self._batch.num_tokens
+        self._num_logged += self._batch.num_tokens
         rows = self._model.rows(self._batch.num_wanted)
         for entry in fed:
-            self._read_rows(entry.sequence, entry.num, rows[entry.first : entry.first + entry.num_rows])
+            own = rows[entry.first : entry.first + entry.num_rows]
+            if isinstance(entry.item, _Branch):
+                self._guard(entry.item.owner, partial(self._read_branch, entry.item, own))
+            else:
+                self._guard(entry.item, partial(self._read_rows, entry.item, entry.num, own))
         return True
+
+    def _guard(self, sequence: _Sequence, act: Callable[[], None]) -> None:
+        """Act for one Job: what goes wrong there ends that Job alone."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - told to whoever waits for the Job
+            reason = f"the engine failed on this request: {type(error).__name__}: {error}"
+            self._out.append((sequence.job.id, GenerationFailed(reason)))
+            if sequence in self._running:
+                self._running.remove(sequence)
+            self._free_branches(sequence)
+            if sequence.id >= 0:
+                self._forget(sequence.id)
 
     def _admit(self) -> None:
         """Give waiting Jobs a place, in order, as far as sequence ids go."""
@@ -273,30 +350,32 @@ class Scheduler:
                 self._out.append((sequence.job.id, Step()))
                 self._out.append((sequence.job.id, Step(finish="length")))
                 continue
-            if self._start(sequence):
-                self._running.append(sequence)
-            else:
+            if not self._start(sequence):
                 held_back.append(sequence)
+                continue
+            self._running.append(sequence)
+            if not sequence.pending:
+                self._guard(sequence, partial(self._decide, sequence, [sequence.rows[()]], []))
         self._waiting.extendleft(reversed(held_back))
 
     def _start(self, sequence: _Sequence) -> bool:
         """Copy the longest head that is in the cache. False: a longer one is being read now, so wait for it."""
-        wanted = np.asarray(sequence.tokens[: sequence.first_row], np.int32)
-        source, length = -1, 0
-        if wanted.size:
-            source, length = self._retained.longest(wanted)
-            coming = 0
-            for other in self._running:
-                shared = shared_head(np.asarray(other.tokens, np.int32), wanted)
+        wanted = np.asarray(sequence.tokens[: self._recall(sequence)], np.int32)
+        source, length = self._retained.longest(wanted, sequence.namespace)
+        coming = 0
+        for other in self._running:
+            if other.namespace == sequence.namespace:
+                shared = shared_head(other.head, wanted)
                 coming = max(coming, shared)
                 if min(shared, other.num_fed) > length:
                     source, length = other.id, min(shared, other.num_fed)
-            if coming >= length + _WORTH_WAITING:
-                return False
-            if source >= 0 and all(other.id != source for other in self._running):
-                self._retained.touch(source)
+        if coming >= length + _WORTH_WAITING:
+            return False
         sequence.id = self._free.pop()
-        if length:
+        loaded = self._load(sequence.id, wanted, sequence.namespace, length + _WORTH_LOADING)
+        if loaded:
+            length = loaded
+        elif length:
             self._model.copy(source, sequence.id, 0, length)
         sequence.num_fed = length
         if not sequence.is_accepted:
@@ -304,61 +383,104 @@ class Scheduler:
             self._out.append((sequence.job.id, Step(num_cached=length)))
         return True
 
-    def _fill_short(self) -> list[_Fed]:
-        """Take the sequences that wait for few tokens and were not served in this step: those that write, or heal."""
-        batch = self._batch
-        fed: list[_Fed] = []
-        while self._unserved:
-            sequence = self._unserved[0]
-            tails = [branch.inner.ids[branch.num_shared :] for branch in sequence.branches]
-            size = sum(map(len, tails)) if tails else sequence.pending
-            if fed and batch.num_tokens + (size if tails else _SHORT) > _MAX_SHORT_BATCH:
+    def _recall(self, sequence: _Sequence) -> int:
+        """Take the rows that are known; return the number of tokens before the first whose row has to be computed."""
+        if sequence.is_read or sequence.job.score_prompt:
+            return sequence.first_row
+        sequence.first_wanted = sequence.num_kept - 1
+        while sequence.first_wanted < len(sequence.tokens):
+            end = sequence.first_wanted + 1
+            row = self._known.get(sequence.tokens[:end], sequence.namespace)
+            if row is None:
                 break
-            self._unserved.popleft()
-            if tails:
-                first = batch.num_wanted
-                for branch, tail in zip(sequence.branches, tails, strict=True):
-                    batch.add(branch.sequence, sequence.num_kept + branch.num_shared, tail, num_wanted=len(tail))
-                fed.append(_Fed(sequence, 0, first, batch.num_wanted - first))
-            elif size and sequence.id >= 0 and not sequence.is_reading:
-                fed.append(self._feed(sequence, min(size, _SHORT)))
-        return fed
+            sequence.rows[tuple(sequence.tokens[sequence.num_kept : end])] = row
+            sequence.first_wanted = end
+        return sequence.first_wanted
 
-    def _fill_chunk(self) -> list[_Fed]:
+    def _fill_short(self) -> tuple[list[_Fed], bool]:
+        """Take those that wait for few tokens and were not served in this step: sequences that write or heal."""
+        chosen: list[_Sequence | _Branch] = []
+        num_rows = 0
+        while self._unserved and num_rows + self._unserved[0].num_short <= _MAX_ROWS:
+            item = self._unserved.popleft()
+            if item.num_short:
+                chosen.append(item)
+                num_rows += item.num_short
+        self._draft([item for item in chosen if isinstance(item, _Sequence)], _MAX_ROWS - num_rows)
+        return [self._feed(item, item.num_short) for item in chosen], True
+
+    def _fill_chunk(self) -> tuple[list[_Fed], bool]:
         """Take a chunk of one prompt: of those that are being read, the one that had the fewest so far."""
         reading = [sequence for sequence in self._running if sequence.is_reading]
         if not reading:
-            return []
+            return [], False
         sequence = min(reading, key=lambda sequence: sequence.num_chunks)
         sequence.num_chunks += 1
         num = sequence.read_end - sequence.num_fed
         if num >= 2 * _BLOCK:
             num = min(num - _BLOCK, self._batch.capacity if len(reading) == len(self._running) else _BLOCK)
-        return [self._feed(sequence, num)]
+        return [self._feed(sequence, num)], sequence.job.deterministic
 
-    def _feed(self, sequence: _Sequence, num: int) -> _Fed:
-        end = sequence.num_fed + num
-        num_rows = max(0, min(num, end - sequence.first_row))
-        ids = sequence.tokens[sequence.num_fed : end]
-        return _Fed(sequence, num, self._batch.add(sequence.id, sequence.num_fed, ids, num_wanted=num_rows), num_rows)
+    def _feed(self, item: _Sequence | _Branch, num: int) -> _Fed:
+        batch = self._batch
+        if isinstance(item, _Branch):
+            position = item.owner.num_kept + item.num_shared
+            first = batch.add(item.sequence, position, item.inner.ids[item.num_shared :], num_wanted=num)
+            return _Fed(item, num, first, num)
+        end = item.num_fed + num
+        num_rows = max(0, min(num, end - item.first_row)) + len(item.draft)
+        ids = [*item.tokens[item.num_fed : end], *item.draft]
+        return _Fed(item, num, batch.add(item.id, item.num_fed, ids, num_wanted=num_rows), num_rows)
+
+    def _draft(self, sequences: list[_Sequence], room: int) -> None:
+        """Give drafts to sequences that write, the likeliest tokens first, as far as each is worth its row."""
+        least = len(sequences) / (len(sequences) + _CALL_COST)
+        likeliest: list[tuple[float, int, _Sequence, int]] = []
+        for index, sequence in enumerate(sequences):
+            sequence.draft = []
+            if not sequence.is_read or sequence.healing or sequence.pending != sequence.num_short:
+                continue
+            if sequence.drafter is None:
+                sequence.drafter = Drafter(sequence.job.reference, sequence.tokens)
+            num = min(
+                sequence.job.max_tokens - sequence.num_written - 1, self._context_length - len(sequence.tokens) - 1
+            )
+            sequence.guess = sequence.drafter.propose(max(1, min(num, room)))
+            chance = 1.0
+            for token in sequence.guess:
+                chance *= sequence.drafter.chance
+                if chance < least or num < 1:
+                    break
+                likeliest.append((-chance, index, sequence, token))
+        for _, _, sequence, token in sorted(likeliest, key=lambda entry: entry[:2])[: max(0, room)]:
+            sequence.draft.append(token)
 
     # -- what the logits say ------------------------------------------------------------------------------------------
 
     def _read_rows(self, sequence: _Sequence, num: int, rows: NDArray[np.float32]) -> None:
         """Take note of `num` fed tokens and the rows of the last of them; choose, if nothing is left to feed."""
-        if sequence.branches:
-            self._read_branches(sequence, rows)
-            return
         sequence.num_fed += num
-        first = sequence.num_fed - len(rows)
+        draft, sequence.draft = sequence.draft, []
         if not sequence.is_read:
-            for index, row in enumerate(rows, first):
+            for index, row in enumerate(rows, sequence.num_fed - len(rows)):
                 if sequence.job.score_prompt and index == len(sequence.scores) and index + 1 < len(sequence.tokens):
                     sequence.scores.append(self._token(sequence, row, sequence.tokens[index + 1]))
-                if sequence.healing and index >= sequence.num_kept - 1:
-                    sequence.rows[tuple(sequence.spelling[: index - sequence.num_kept + 1])] = row.copy()
+                if index >= sequence.num_kept - 1:
+                    self._remember(sequence, index + 1, row)
         if sequence.pending:
             return
+        if sequence.is_read and sequence.healing:
+            sequence.rows[sequence.path] = rows[-1].copy()
+        self._decide(sequence, rows[len(rows) - len(draft) - 1 :], draft)
+
+    def _remember(self, sequence: _Sequence, num: int, row: Row) -> None:
+        """Keep the row that follows the first `num` tokens, for this Job's seam and for later ones."""
+        row = self._known.put(sequence.tokens[:num], row, sequence.namespace)
+        if sequence.healing and num >= sequence.num_kept:
+            sequence.rows[tuple(sequence.tokens[sequence.num_kept : num])] = row
+
+    def _decide(self, sequence: _Sequence, rows: Iterable[Row], draft: list[int]) -> None:
+        """Act when nothing is left to feed: `rows` follow the last token and each token of a draft."""
         if not sequence.is_read:
             sequence.is_read = True
             if sequence.job.score_prompt:
@@ -366,41 +488,69 @@ class Scheduler:
                 self._out.append((sequence.job.id, Step(prompt=(unscored, *sequence.scores))))
                 sequence.scores = []
             if sequence.job.max_tokens == 0:
-                self._finish(sequence, "length")
+                self._emit(sequence, (), "length")
                 return
-        elif sequence.healing:
-            sequence.rows[sequence.path] = rows[-1].copy()
         if sequence.healing:
             self._replay(sequence)
         else:
-            self._write(sequence, rows[-1])
+            self._write(sequence, rows, draft)
 
-    def _write(self, sequence: _Sequence, row: Row) -> None:
-        """Choose the next token of the answer."""
-        token = sequence.sampler.choose(
-            row,
-            offset=sequence.offset,
-            counts=sequence.counts,
-            accept=partial(self._is_allowed, sequence, sequence.tokens),
-        )
-        if token in self._end_ids:
-            self._finish(sequence, "stop")
-            return
-        sequence.tokens.append(token)
-        self._append(sequence, (self._token(sequence, row, token),), num_new=1)
+    def _write(self, sequence: _Sequence, rows: Iterable[Row], draft: list[int]) -> None:
+        """Choose the next token of the answer, and one more for each token of the draft that was right."""
+        written: list[Token] = []
+        num_right = 0
+        reason: FinishReason | None = None
+        for row, guess in zip(rows, [*draft, -1], strict=True):
+            if sequence.job.max_tokens - sequence.num_written <= _KEPT_ROWS:
+                self._remember(sequence, len(sequence.tokens), row)
+            token = sequence.sampler.choose(
+                row,
+                offset=sequence.offset,
+                counts=sequence.counts,
+                accept=partial(self._is_allowed, sequence, sequence.tokens),
+            )
+            if token in self._end_ids:
+                reason = "stop"
+                break
+            sequence.tokens.append(token)
+            written.append(self._token(sequence, row, token))
+            self._count(sequence, written[-1], is_new=True)
+            if self._is_at_limit(sequence):
+                reason = "length"
+                break
+            if token != guess:
+                break
+            num_right += 1
+        if draft:
+            sequence.num_fed += num_right
+            self._bury(sequence.id, sequence.num_fed)
+            self.num_drafted += len(draft)
+            self.num_accepted += num_right
+        if sequence.drafter is not None:
+            ids = [token.id for token in written]
+            sequence.drafter.learn(sequence.guess, ids)
+            sequence.drafter.extend(ids)
+        self._emit(sequence, tuple(written), reason, num_right)
 
-    def _append(self, sequence: _Sequence, tokens: tuple[Token, ...], *, num_new: int) -> None:
-        """Report tokens that are now in `sequence.tokens`, of which the last `num_new` count; finish at a limit."""
-        sequence.num_written += num_new
-        sequence.offset += sum(len(token.data) for token in tokens)
+    def _count(self, sequence: _Sequence, token: Token, *, is_new: bool) -> None:
+        """Take note of a token that the text has got; a new one counts against the limit."""
+        sequence.num_written += is_new
+        sequence.offset += len(token.data)
         if sequence.sampler.has_penalties:
-            sequence.counts.update(token.id for token in tokens)
+            sequence.counts[token.id] += 1
+
+    def _is_at_limit(self, sequence: _Sequence) -> bool:
         is_full = len(sequence.tokens) >= self._context_length
-        is_last = is_full or (sequence.num_written >= sequence.job.max_tokens and sequence.num_written > 0)
-        if is_last:
-            self._finish(sequence, "length", tokens)
-        else:
-            self._out.append((sequence.job.id, Step(tokens)))
+        return is_full or (sequence.num_written >= sequence.job.max_tokens and sequence.num_written > 0)
+
+    def _emit(
+        self, sequence: _Sequence, tokens: tuple[Token, ...], reason: FinishReason | None, num_drafted: int = 0
+    ) -> None:
+        """Report tokens, and the end if there is a reason for it."""
+        self._out.append((sequence.job.id, Step(tokens, num_drafted=num_drafted, finish=reason)))
+        if reason is not None:
+            self._running.remove(sequence)
+            self._drop(sequence)
 
     def _is_allowed(self, sequence: _Sequence, context: list[int], token: int) -> bool:
         if token in self._end_ids:
@@ -492,19 +642,19 @@ class Scheduler:
             num_shared = 0
             while num_shared < min(len(fed), len(inner.ids) - 1) and fed[num_shared] == inner.ids[num_shared]:
                 num_shared += 1
-            branch = _Branch(self._free.pop(), inner, num_shared)
+            branch = _Branch(sequence, self._free.pop(), inner, num_shared)
             self._model.copy(sequence.id, branch.sequence, 0, sequence.num_kept + num_shared)
             sequence.branches.append(branch)
 
-    def _read_branches(self, sequence: _Sequence, rows: NDArray[np.float32]) -> None:
-        """Keep the rows of all branches, give the copies back and choose."""
-        at = 0
-        for branch in sequence.branches:
-            for num in range(branch.num_shared + 1, len(branch.inner.ids) + 1):
-                sequence.rows[branch.inner.ids[:num]] = rows[at].copy()
-                at += 1
-        self._free_branches(sequence)
-        self._condition(sequence)
+    def _read_branch(self, branch: _Branch, rows: NDArray[np.float32]) -> None:
+        """Keep the rows of a branch and give its copy back; choose, if it was the last."""
+        sequence, ids = branch.owner, branch.inner.ids
+        for num, row in enumerate(rows, branch.num_shared + 1):
+            sequence.rows[ids[:num]] = row.copy()
+        sequence.branches.remove(branch)
+        self._forget_branch(branch)
+        if not sequence.branches:
+            self._condition(sequence)
 
     def _heal(self, sequence: _Sequence, path: tuple[int, ...]) -> None:
         """Go on behind `path`, which covers the heal bytes."""
@@ -517,9 +667,11 @@ class Scheduler:
         self._retail(sequence, path)
         sequence.healing = False
         sequence.rows = {}
-        self._append(sequence, tuple(tokens), num_new=int(overhangs))
+        for token in tokens:
+            self._count(sequence, token, is_new=overhangs and token is tokens[-1])
+        self._emit(sequence, tuple(tokens), "length" if self._is_at_limit(sequence) else None)
         if row is not None and not sequence.pending and sequence in self._running:
-            self._write(sequence, row)
+            self._write(sequence, [row], [])
 
     def _retail(self, sequence: _Sequence, tail: tuple[int, ...]) -> None:
         """Replace what follows the kept tokens, and forget what the cache holds of the old tail."""
@@ -537,11 +689,6 @@ class Scheduler:
 
     # -- sequence ids and cells ---------------------------------------------------------------------------------------
 
-    def _finish(self, sequence: _Sequence, reason: FinishReason, tokens: tuple[Token, ...] = ()) -> None:
-        self._out.append((sequence.job.id, Step(tokens, finish=reason)))
-        self._running.remove(sequence)
-        self._drop(sequence)
-
     def _drop(self, sequence: _Sequence) -> None:
         """Give a sequence's place back; what it has in the cache is retained."""
         self._is_full = False
@@ -549,15 +696,19 @@ class Scheduler:
         if sequence.id < 0:
             return
         if sequence.num_fed:
-            for covered in self._retained.add(sequence.id, sequence.tokens[: sequence.num_fed]):
-                self._forget(covered)
+            for useless in self._retained.add(sequence.id, sequence.tokens[: sequence.num_fed], sequence.namespace):
+                self._forget(useless)
         else:
             self._free.append(sequence.id)
 
     def _free_branches(self, sequence: _Sequence) -> None:
         for branch in sequence.branches:
-            self._forget(branch.sequence)
+            self._forget_branch(branch)
         sequence.branches = []
+
+    def _forget_branch(self, branch: _Branch) -> None:
+        self._forget(branch.sequence)
+        branch.sequence = -1
 
     def _bury(self, id: int, length: int) -> None:
         """Give up a sequence's cells from position `length` on, without freeing them yet."""
@@ -570,16 +721,36 @@ class Scheduler:
 
     def _release_one(self) -> bool:
         """Give up the retained sequence that was used least recently."""
-        id = self._retained.evict()
-        if id is None:
+        evicted = self._retained.evict()
+        if evicted is None:
             return False
-        self._forget(id)
+        self._save(*evicted)
+        self._forget(evicted[0])
         return True
+
+    def _save(self, id: int, tokens: Tokens, namespace: str) -> None:
+        """Keep a sequence that leaves the cache, if reading it back would be worth it."""
+        if self._spill.max_bytes and tokens.size >= _WORTH_LOADING:
+            self._spill.put(tokens, namespace, self._model.save(id))
+
+    def _load(self, id: int, wanted: Tokens, namespace: str, least: int) -> int:
+        """Read back a sequence that shares at least `least` tokens; return how many it does, 0 if there is none."""
+        name, length = self._spill.longest(wanted, namespace)
+        state = self._spill.get(name) if length >= least else None
+        if state is None:
+            return 0
+        try:
+            self._num_logged += self._model.load(id, state)
+        except RuntimeError:
+            self._model.forget(id, 0)  # No room: it has to be computed, piece by piece.
+            return 0
+        self._bury(id, length)
+        return length
 
     def _make_room(self) -> None:
         """Free cells: the older half of what is retained, else the Job that began last, which goes on later."""
         num_buried = self._num_logged
-        num_retained = sum(tokens.size for _, tokens in self._retained.newest_first())
+        num_retained = self._retained.num_tokens
         self._compact(num_retained // 2)
         if num_buried or num_retained:
             return
@@ -588,6 +759,7 @@ class Scheduler:
         sequence = self._running.pop()
         self._free_branches(sequence)
         sequence.is_branched = False
+        self._save(sequence.id, np.asarray(sequence.tokens[: sequence.num_fed], np.int32), sequence.namespace)
         self._forget(sequence.id)
         sequence.id, sequence.num_fed = -1, 0
         self._waiting.appendleft(sequence)
@@ -596,38 +768,41 @@ class Scheduler:
 
     def _compact(self, max_retained: int) -> None:
         """Write all that is alive again from the first cell on, and retain about `max_retained` tokens."""
-        alive = [(sequence.id, np.asarray(sequence.tokens[: sequence.num_fed], np.int32)) for sequence in self._running]
-        kept: list[tuple[int, NDArray[np.int32], int, int]] = []
+        alive = [
+            (sequence.id, np.asarray(sequence.tokens[: sequence.num_fed], np.int32), sequence.namespace)
+            for sequence in self._running
+        ]
+        kept: list[tuple[int, Tokens, str, int, int]] = []
         room = max_retained
-        for id, tokens in (*alive, *self._retained.newest_first()):
+        for id, tokens, namespace in (*alive, *self._retained.newest_first()):
             source, shared = -1, 0
-            for other, others, _, _ in kept:
-                if (length := shared_head(others, tokens)) > shared:
+            for other, others, others_namespace, _, _ in kept:
+                if namespace == others_namespace and (length := shared_head(others, tokens)) > shared:
                     source, shared = other, length
             if len(kept) >= len(alive):
                 room -= tokens.size - shared
                 if room < 0:
-                    self._retained.drop(id)
+                    self._save(id, self._retained.remove(id), namespace)
                     self._free.append(id)
                     continue
-            kept.append((id, tokens, source, shared))
+            kept.append((id, tokens, namespace, source, shared))
         tails = []
         self._model.forget(self._grave, 0)
-        for id, tokens, _, shared in kept:
+        for id, tokens, _, _, shared in kept:
             if shared < tokens.size:
-                self._model.copy(id, self._pad, shared, -1)
-                tails.append(self._model.save(self._pad))
-                self._model.forget(self._pad, 0)
+                self._model.copy(id, self._spare, shared, -1)
+                tails.append(self._model.save(self._spare))
+                self._model.forget(self._spare, 0)
             else:
                 tails.append(b"")
         self._model.clear()
-        for (id, _, source, shared), tail in zip(kept, tails, strict=True):
+        for (id, _, _, source, shared), tail in zip(kept, tails, strict=True):
             if shared:
                 self._model.copy(source, id, 0, shared)
             if tail:
-                self._model.load(self._pad, tail)
-                self._model.copy(self._pad, id, 0, -1)
-                self._model.forget(self._pad, 0)
+                self._model.load(self._spare, tail)
+                self._model.copy(self._spare, id, 0, -1)
+                self._model.forget(self._spare, 0)
         for sequence in self._running:
             for branch in sequence.branches:
                 self._model.copy(sequence.id, branch.sequence, 0, sequence.num_kept + branch.num_shared)

@@ -5,7 +5,8 @@ with pickled events, each behind its length (4 bytes). It ends when the socket d
 started it, so pickles may be trusted.
 
 Commands: `WorkerSettings` once, then ("submit", Job), ("cancel", Job id), ("count",).
-Events: ("ready", context length), ("refused", reason), then ("steps", [(Job id, Step), ...]), ("counts", counters).
+Events: ("ready", context length), ("refused", reason), then ("steps", [(Job id, Step or error), ...]), ("counts",
+counters).
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from legato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from legato.engines.llamacpp.spill import Spill
 
 __all__ = ["WorkerSettings", "main", "pack"]
 
@@ -38,11 +42,15 @@ class WorkerSettings:
     num_cells: int
     """Most tokens of all sequences together; 0: the context length and some."""
     num_threads: int
+    spill_bytes: int = 0
+    """Most bytes of idle sequences that had to leave the KV cache."""
+    spill_dir: Path | None = None
+    """Where they are kept; None: in memory, and lost with the worker."""
 
 
 MAX_BATCH = 256
 MAX_SEQUENCES = 130
-"""64 running, as many retained or scoring, the pad and the grave (`scheduler`)."""
+"""64 running, as many retained or scoring, the spare one and the grave (`scheduler`)."""
 
 
 def pack(message: Any) -> bytes:
@@ -112,18 +120,16 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
             max_sequences=MAX_SEQUENCES,
             num_threads=settings.num_threads,
         )
+        spill = _open_spill(settings)
     except ConfigError as error:
         peer.send(("refused", error.message))
         return
-    warm_up = Batch(MAX_BATCH)
-    for num in (
-        1,
-        2,
-        64,
-    ):  # The shapes that `scheduler` uses: native code that this processor lacks ends the process here.
-        warm_up.clear()
-        warm_up.add(0, 0, [0] * num, num_wanted=1)
-        model.decode(warm_up)
+    batch = Batch(MAX_BATCH)
+    # The kernels that `scheduler` uses: native code that this processor lacks ends the process here.
+    for num, exact in ((1, True), (2, True), (64, False)):
+        batch.clear()
+        batch.add(0, 0, [0] * num, num_wanted=1)
+        model.decode(batch, exact=exact)
         model.forget(0, 0)
     scheduler = Scheduler(
         model,
@@ -131,10 +137,16 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
         context_length=model.context_length,
         max_batch=MAX_BATCH,
         max_sequences=MAX_SEQUENCES,
+        spill=spill,
     )
     peer.send(("ready", model.context_length))
     while True:
-        for command, *arguments in peer.receive(wait=scheduler.is_idle):
+        try:
+            commands = peer.receive(wait=scheduler.is_idle)
+        except (EOFError, ConnectionError):
+            scheduler.close()
+            return
+        for command, *arguments in commands:
             match command:
                 case "submit":
                     scheduler.submit(*arguments)
@@ -146,6 +158,16 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
             steps = scheduler.step()
             if steps:
                 peer.send(("steps", steps))
+
+
+def _open_spill(settings: WorkerSettings) -> Spill:
+    from legato.engines.llamacpp.binding import fingerprint
+    from legato.engines.llamacpp.spill import Spill
+
+    try:
+        return Spill(settings.spill_bytes, settings.spill_dir, fingerprint(settings.path))
+    except OSError as error:
+        raise ConfigError(f"`spill_dir` {settings.spill_dir} cannot be used: {error.strerror}") from None
 
 
 if __name__ == "__main__":
