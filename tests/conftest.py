@@ -112,7 +112,7 @@ def serve(
                 host, port = listener.getsockname()[:2]
                 started.extend([Served(f"http://{host}:{port}", models), stop, asyncio.get_running_loop()])
                 ready.set()
-                await run_app(app, listener, stop=stop)
+                await run_app(app, listener, limits or LimitSettings(), stop=stop)
         finally:
             await models.aclose()
 

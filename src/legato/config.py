@@ -60,6 +60,7 @@ class LimitSettings:
 
     max_body_bytes: int = _number(8 * 1024 * 1024, least=1)
     body_timeout_s: float = _number(30.0, least=0.001)
+    write_timeout_s: float = _number(60.0, least=0.001)
     max_running: int = _number(64, least=1)
     max_waiting: int = _number(256, least=1)
     max_wait_s: float = _number(60.0, least=0.001)

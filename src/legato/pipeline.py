@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from legato.admission import Claim
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.models import Model
 from legato.prompting import render
@@ -29,6 +30,7 @@ from legato.types import (
     Prompt,
     Sampling,
     SamplingOptions,
+    Step,
     Text,
     TextToken,
     Token,
@@ -71,20 +73,28 @@ class Run:
         """Yield the events of all choices as they come. Close the iterator to cancel everything.
 
         Raises:
-            CapacityError: before the first event, if there is no place.
+            CapacityError: before the first event, if there is no place, or none in time.
             EngineError: a choice could not be finished.
         """
+        timeout_s = self.request.timeout_s
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        places = self.model.admission.claim(self.request.caller, len(self.jobs), timeout_s=timeout_s)
+        async with places as claim, aclosing(self._joined(claim, deadline)) as events:
+            async for event in events:
+                yield event
+
+    async def _joined(self, claim: Claim, deadline: float | None) -> AsyncGenerator[Event, None]:
+        """Run all choices side by side. None waits for a reader: what is not read yet is bounded by `max_tokens`."""
         if len(self.jobs) == 1:
-            async with aclosing(self._choice(0)) as events:
+            async with aclosing(self._choice(0, claim, deadline)) as events:
                 async for event in events:
                     yield event
             return
-        self.model.admission.check(len(self.jobs))
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
         async def forward(choice: int) -> None:
             try:
-                async with aclosing(self._choice(choice)) as events:
+                async with aclosing(self._choice(choice, claim, deadline)) as events:
                     async for event in events:
                         queue.put_nowait(event)
                 queue.put_nowait(None)
@@ -107,7 +117,7 @@ class Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _choice(self, choice: int) -> AsyncGenerator[Event, None]:
+    async def _choice(self, choice: int, claim: Claim, deadline: float | None) -> AsyncGenerator[Event, None]:
         """Run one Job within a place."""
         request, job = self.request, self.jobs[choice]
         prefix = job.prompt.prefix
@@ -119,7 +129,7 @@ class Run:
         )
         num_cached = 0
         reason: FinishReason = "stop"
-        async with self.model.admission.place(), aclosing(self.model.engine.generate(job)) as steps:
+        async with aclosing(_until(deadline, self._steps(job, claim))) as steps:
             async for step in steps:
                 if step.num_cached:
                     num_cached = step.num_cached
@@ -147,6 +157,11 @@ class Run:
         matched = text.matched if text.matched in request.stops.strings else None
         yield Finished(choice, reason, matched, usage)
 
+    async def _steps(self, job: Job, claim: Claim) -> AsyncGenerator[Step, None]:
+        async with claim.place(), aclosing(self.model.engine.generate(job)) as steps:
+            async for step in steps:
+                yield step
+
     def _shown(self, tokens: tuple[TextToken, ...]) -> tuple[TextToken, ...]:
         return tokens if self.request.output.logprobs is not None else ()
 
@@ -161,6 +176,25 @@ class Run:
             line = _suffix_line(self.request.source.suffix)
             return (*stops, line) if line else stops
         return stops
+
+
+async def _until(deadline: float | None, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Step, None]:
+    """Pass Steps on; at the deadline, in the loop's time, end as at the limit of tokens, since the text can go on."""
+    is_accepted = False
+    async with aclosing(steps):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    step = await anext(steps, None)
+            except TimeoutError:
+                break
+            if step is None:
+                return
+            is_accepted = True
+            yield step
+    if not is_accepted:
+        yield Step()
+    yield Step(finish="length")
 
 
 def plan(request: CompletionRequest, model: Model) -> Run:

@@ -177,8 +177,12 @@ class CompletionRequest:
     stops: Stops = Stops()
     seam: SeamOptions = SeamOptions()
     output: Output = Output()
+    timeout_s: float | None = None
+    """Seconds that the answer may take, waiting included."""
     ignored: tuple[str, ...] = ()
     """Names of fields that were accepted and have no effect."""
+    caller: str = ""
+    """Who asks, where callers are told apart; places are shared fairly between them."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

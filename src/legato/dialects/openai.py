@@ -79,6 +79,7 @@ class _Common(Body):
     seam: Literal["heal", "none"] = "heal"
     canonical: bool = True
     stop_across_seam: bool | None = None
+    timeout_s: Annotated[float, Field(gt=0, description="a number > 0")] | None = None
     report: bool = False
 
     def request(
@@ -119,6 +120,7 @@ class _Common(Body):
                 logprobs=logprobs,
                 report=self.report,
             ),
+            timeout_s=self.timeout_s,
             ignored=(*unknown_fields(self), *(f"stream_options.{name}" for name in options), *ignored),
         )
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -22,11 +23,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, Settings
-from legato.dialects.base import Dialect, Facts
+from legato.dialects.base import Dialect, Encoder, Facts
 from legato.dialects.openai import ChatDialect, CompletionsDialect, encode_openai_error
-from legato.errors import ConfigError, LegatoError, MethodNotAllowed, RouteNotFound
+from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, collect, plan, total_usage
+from legato.server.connection import connections
 from legato.server.middleware import Gate, Guarded, PathError
 from legato.server.streaming import send_body, send_stream, while_connected
 from legato.types import Delta, Finished, Usage
@@ -37,6 +39,8 @@ __all__ = ["create_app", "listen", "run_app", "serve"]
 _GRACE_S = 5
 _MAX_HEADER = 2048
 """Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
+_SEND_BUFFER_BYTES = 64 * 1024
+"""What the system may hold for a client that does not read; by default it would grow to megabytes."""
 _PLAN_IN_THREAD_BYTES = 32 * 1024
 """A body larger than this is tokenised off the event loop."""
 
@@ -123,51 +127,38 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse, plan, run and answer."""
         body = await self._gate.read_body(scope, receive)
-        request = self._dialect.parse(parse_body(body))
+        request = replace(self._dialect.parse(parse_body(body)), caller=scope["caller"])
         model = self._models.resolve(request.model)
         if len(body) > _PLAN_IN_THREAD_BYTES:
             run = await while_connected(receive, asyncio.to_thread(plan, request, model))
         else:
             run = plan(request, model)
         headers = _report_headers(run.report)
+        encoder = self._dialect.encoder(request)
         if request.output.stream:
+            headers["content-type"] = self._dialect.stream_type
             async with aclosing(run.events()) as events:
-                first = await while_connected(receive, anext(events))
-                stream = send_stream(
-                    send,
-                    self._frames(run, first, events),
-                    status=200,
-                    headers={**headers, "content-type": self._dialect.stream_type},
-                )
+                stream = send_stream(send, _frames(run, encoder, events), encoder.failure, headers)
                 await while_connected(receive, stream)
         else:
             answers = await while_connected(receive, collect(run.events()))
             usage = total_usage([answer.usage for answer in answers], request.num_choices)
-            body = self._dialect.encoder(request).whole(answers, usage, _facts(run, usage))
-            await send_body(send, body, status=200, headers=headers)
+            await send_body(send, encoder.whole(answers, usage, _facts(run, usage)), status=200, headers=headers)
 
-    async def _frames(self, run: Run, first: Event, events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-        encoder = self._dialect.encoder(run.request)
-        usages: dict[int, Usage] = {}
-        try:
-            for frame in encoder.start():
-                yield frame
-            for frame in encoder.event(first):
-                yield frame
-            async for event in events:
-                if isinstance(event, Delta) and not event.text and not event.tokens:
-                    continue
-                if isinstance(event, Finished):
-                    usages[event.choice] = event.usage
-                for frame in encoder.event(event):
-                    yield frame
-        except LegatoError as error:
-            for frame in encoder.failure(error):
-                yield frame
-            return
-        usage = total_usage([usages[choice] for choice in sorted(usages)], run.request.num_choices)
-        for frame in encoder.end(usage, _facts(run, usage)):
-            yield frame
+
+async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    """Encode a stream, a frame for each event; it may be empty."""
+    usages: dict[int, Usage] = {}
+    opening = encoder.start()
+    async for event in events:
+        if isinstance(event, Delta) and not event.text and not event.tokens:
+            continue
+        if isinstance(event, Finished):
+            usages[event.choice] = event.usage
+        yield b"".join((*opening, *encoder.event(event)))
+    usage = total_usage([usages[choice] for choice in sorted(usages)], run.request.num_choices)
+    for frame in encoder.end(usage, _facts(run, usage)):
+        yield frame
 
 
 def _report_headers(report: Report) -> dict[str, str]:
@@ -226,7 +217,8 @@ async def serve(settings: Settings, *, ready: Callable[[str], None]) -> None:
         try:
             host, port = listener.getsockname()[:2]
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            await run_app(create_app(models, settings.server, settings.limits), listener, stop=stop)
+            app = create_app(models, settings.server, settings.limits)
+            await run_app(app, listener, settings.limits, stop=stop)
         finally:
             await models.aclose()
 
@@ -241,6 +233,7 @@ def listen(server: ServerSettings) -> socket.socket:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # Of every connection, too.
         listener.bind((server.host.strip("[]"), server.port))
         listener.listen(2048)
     except OSError as error:
@@ -249,10 +242,11 @@ def listen(server: ServerSettings) -> socket.socket:
     return listener
 
 
-async def run_app(app: ASGIApp, listener: socket.socket, *, stop: asyncio.Event) -> None:
+async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, *, stop: asyncio.Event) -> None:
     """Serve an application on a socket until `stop` is set; requests that run then have a few seconds to end."""
     config = uvicorn.Config(
         app,
+        http=connections(limits.write_timeout_s),
         access_log=False,
         log_config=None,
         lifespan="off",

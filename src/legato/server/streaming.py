@@ -7,12 +7,13 @@ the frames' iterator is closed, which cancels the work behind it. It knows no di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
+from legato.errors import LegatoError
 from legato.wire import KEEP_ALIVE
 
 __all__ = ["ClientGone", "send_body", "send_stream", "while_connected"]
@@ -51,27 +52,55 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def send_stream(
-    send: Send, frames: AsyncGenerator[bytes, None], *, status: int, headers: Mapping[str, str]
+    send: Send,
+    frames: AsyncGenerator[bytes, None],
+    failure: Callable[[LegatoError], Iterable[bytes]],
+    headers: Mapping[str, str],
 ) -> None:
-    """Send frames as they come, with a comment after each `KEEP_ALIVE_S` of silence."""
-    await _start(send, status, {**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
-    async with aclosing(frames) as source:
-        step = asyncio.ensure_future(anext(source, None))
+    """Send frames as they come, with a comment after each `KEEP_ALIVE_S` of silence.
+
+    The response begins with the first frame, also an empty one, or with the first comment. An error before that is
+    raised, so that it can have its own status; later it is told by the frames of `failure`.
+    """
+    has_begun = False
+
+    async def write(data: bytes) -> None:
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            await _start(send, 200, {**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    try:
+        async with aclosing(_with_comments(frames)) as pieces:
+            async for data in pieces:
+                await write(data)
+    except LegatoError as error:
+        if not has_begun:
+            raise
+        for frame in failure(error):
+            await write(frame)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _with_comments(frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Fill silence with comments."""
+    async with aclosing(frames):
+        step = asyncio.ensure_future(anext(frames, None))
         try:
             while True:
                 done, _ = await asyncio.wait({step}, timeout=KEEP_ALIVE_S)
                 if not done:
-                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                    yield KEEP_ALIVE
                     continue
                 frame = step.result()
                 if frame is None:
-                    break
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-                step = asyncio.ensure_future(anext(source, None))
+                    return
+                yield frame
+                step = asyncio.ensure_future(anext(frames, None))
         finally:
             step.cancel()
             await asyncio.gather(step, return_exceptions=True)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def send_body(
