@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Served:
 
     url: str
     models: Models
+    loop: asyncio.AbstractEventLoop
 
     @property
     def engine(self) -> Any:
@@ -110,7 +111,7 @@ def serve(
                 stop = asyncio.Event()
                 app = create_app(models, settings, limits or LimitSettings())
                 host, port = listener.getsockname()[:2]
-                started.extend([Served(f"http://{host}:{port}", models), stop, asyncio.get_running_loop()])
+                started.extend([Served(f"http://{host}:{port}", models, asyncio.get_running_loop()), stop])
                 ready.set()
                 await run_app(app, listener, limits or LimitSettings(), stop=stop)
         finally:
@@ -129,11 +130,11 @@ def serve(
     ready.wait(120)
     if failed:
         raise failed[0]
-    served, stop, loop = started
+    served, stop = started
     try:
         yield served
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        served.loop.call_soon_threadsafe(stop.set)
         thread.join(30)
         if failed:
             raise failed[0]
@@ -158,7 +159,9 @@ def serve_script(script: Script | Callable[[Job], Script], **options: Any) -> It
         yield served
 
 
-def _serve_weights(name: str, **model: Any) -> Any:
+def serve_weights(name: str, **model: Any) -> AbstractContextManager[Served]:
+    """Serve a pulled model."""
+
     async def load() -> Models:
         return await load_models(Settings(models={name: ModelSettings(**model)}, aliases={"deepseek-v3.2": name}))
 
@@ -168,12 +171,12 @@ def _serve_weights(name: str, **model: Any) -> Any:
 @pytest.fixture(scope="session")
 def small() -> Iterator[Served]:
     """A server with the small model."""
-    with _serve_weights(SMALL) as served:
+    with serve_weights(SMALL) as served:
         yield served
 
 
 @pytest.fixture(scope="session")
 def default() -> Iterator[Served]:
     """A server with the default model, which has infill tokens."""
-    with _serve_weights(DEFAULT, context_length=8192) as served:
+    with serve_weights(DEFAULT, context_length=8192) as served:
         yield served

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -30,8 +29,6 @@ from tests.conformance.reading import (
     num_running,
     stays_alive,
     text_of,
-    together,
-    user,
 )
 from tests.conftest import NO_TLS, Served, serve_script
 
@@ -389,103 +386,12 @@ def test_every_answer_has_an_id_of_its_own(open_server: Served) -> None:
     assert len({answer.headers["x-request-id"] for answer in answers}) == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# More than there is room for
-
-
-@contextmanager
-def occupied(served: Served) -> Iterator[None]:
-    """Hold one place for as long as the context is open."""
-    body = body_for(served, COMPLETIONS, prompt="hold", stream=True)
-    with httpx2.stream("POST", served.url + COMPLETIONS, json=body, verify=NO_TLS) as response:
-        assert response.status_code == 200
-        yield
-
-
-def slow_if_held(job: Any) -> list[bytes | Pause]:
-    """Hold a place for long if asked to, otherwise for a moment."""
-    return [Pause(30)] if job.prompt.prefix == "hold" else [Pause(0.02), b"ok"]
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_c075_a_full_queue_is_429_at_once(path: str, streamed: bool) -> None:
-    admission = Admission(max_running=1, max_waiting=0)
-    with serve_script(slow_if_held, admission=admission) as served:
-        with occupied(served):
+def test_an_answer_on_a_kept_connection_is_not_held_back(open_server: Served) -> None:
+    """Small writes that wait for the client's acknowledgement would cost 40 ms each."""
+    with httpx2.Client(base_url=open_server.url, verify=NO_TLS) as client:
+        times = []
+        for _ in range(15):
             started = time.monotonic()
-            answer = served.post(path, body_for(served, path, stream=streamed))
-            assert time.monotonic() - started < 1
-            error = check_error(answer, 429)
-            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-            assert int(answer.headers["retry-after"]) > 0
-        assert eventually(lambda: is_idle(served))
-        assert text_of(served.complete("x")) == "ok"
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_c075_choices_that_do_not_all_find_room_are_turned_away_together(path: str, streamed: bool) -> None:
-    with serve_script([b"ok"], admission=Admission(max_running=1, max_waiting=2)) as served:
-        check_error(served.post(path, body_for(served, path, n=4, stream=streamed)), 429)
-        assert is_idle(served)
-        assert served.post(path, body_for(served, path, n=3, stream=streamed)).status_code == 200
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_c075_a_place_that_does_not_come_free_is_503(streamed: bool) -> None:
-    admission = Admission(max_running=1, max_waiting=5, max_wait_s=0.2)
-    with serve_script(slow_if_held, admission=admission) as served:
-        with occupied(served):
-            answer = served.post(COMPLETIONS, body_for(served, COMPLETIONS, stream=streamed))
-            error = check_error(answer, 503)
-            assert (error["type"], error["code"]) == ("server_error", "overloaded")
-            assert int(answer.headers["retry-after"]) > 0
-            assert num_running(served) == 1
-        assert eventually(lambda: is_idle(served))
-
-
-def test_c075_many_at_once_are_answered_or_turned_away() -> None:
-    admission = Admission(max_running=4, max_waiting=16)
-    with serve_script(slow_if_held, admission=admission) as served:
-        slowest = 0.0
-        done = threading.Event()
-
-        def watch() -> None:
-            nonlocal slowest
-            while not done.is_set():
-                started = time.monotonic()
-                assert served.get("/health").status_code == 200
-                slowest = max(slowest, time.monotonic() - started)
-                time.sleep(0.02)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        answers = together(lambda _: served.post(COMPLETIONS, body_for(served, COMPLETIONS)), range(100), workers=50)
-        done.set()
-        watcher.join()
-        statuses = [answer.status_code for answer in answers]
-        assert set(statuses) == {200, 429}
-        assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
-        assert all(text_of(answer.json()) == "ok" for answer in answers if answer.status_code == 200)
-        assert slowest < 1
-        assert eventually(lambda: is_idle(served))
-        assert text_of(served.chat(user("x"))) == "ok"
-
-
-def test_c075_those_who_wait_are_served_in_order() -> None:
-    order: list[str] = []
-
-    def note(job: Any) -> list[bytes | Pause]:
-        order.append(job.prompt.prefix)
-        return [Pause(0.3 if job.prompt.prefix == "first" else 0), b"ok"]
-
-    with serve_script(note, admission=Admission(max_running=1)) as served:
-        threads = []
-        for index, prompt in enumerate(["first", "b", "c", "d"]):
-            threads.append(threading.Thread(target=served.complete, args=[prompt]))
-            threads[-1].start()
-            assert eventually(lambda number=index: num_running(served) > number)  # type: ignore[misc]
-        for thread in threads:
-            thread.join()
-    assert order == ["first", "b", "c", "d"]
+            assert client.get("/health").status_code == 200
+            times.append(time.monotonic() - started)
+    assert sorted(times)[7] < 0.03

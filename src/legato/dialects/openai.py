@@ -79,7 +79,7 @@ class _Common(Body):
     seam: Literal["heal", "none"] = "heal"
     canonical: bool = True
     stop_across_seam: bool | None = None
-    timeout_s: Annotated[float, Field(gt=0, description="a number > 0")] | None = None
+    timeout_s: Annotated[float | None, Field(gt=0, description="a number > 0")] = None
     report: bool = False
 
     def request(

@@ -231,7 +231,8 @@ def listen(server: ServerSettings) -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends small writes at once only where the protocol is named; otherwise they wait 40 ms for an ACK.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # Of every connection, too.
         listener.bind((server.host.strip("[]"), server.port))
