@@ -71,7 +71,7 @@ class Admission:
         """Claim `num` places. The context opens when the first is there, and gives all back that are left.
 
         A claim is turned away as a whole, and only while it has no place: from then on it waits for the others as
-        long as it takes. Nobody waits for a claim that waits for its own, so that claims cannot block each other.
+        long as it takes. A place in use never waits for another one, so claims cannot block each other.
 
         Raises:
             RateLimited: too many wait already.

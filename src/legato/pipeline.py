@@ -79,43 +79,11 @@ class Run:
         timeout_s = self.request.timeout_s
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         places = self.model.admission.claim(self.request.caller, len(self.jobs), timeout_s=timeout_s)
-        async with places as claim, aclosing(self._joined(claim, deadline)) as events:
-            async for event in events:
-                yield event
-
-    async def _joined(self, claim: Claim, deadline: float | None) -> AsyncGenerator[Event, None]:
-        """Run all choices side by side. None waits for a reader: what is not read yet is bounded by `max_tokens`."""
-        if len(self.jobs) == 1:
-            async with aclosing(self._choice(0, claim, deadline)) as events:
+        async with places as claim:
+            choices = [self._choice(choice, claim, deadline) for choice in range(len(self.jobs))]
+            async with aclosing(choices[0] if len(choices) == 1 else _joined(choices)) as events:
                 async for event in events:
                     yield event
-            return
-        queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-
-        async def forward(choice: int) -> None:
-            try:
-                async with aclosing(self._choice(choice, claim, deadline)) as events:
-                    async for event in events:
-                        queue.put_nowait(event)
-                queue.put_nowait(None)
-            except Exception as error:  # noqa: BLE001 - handed over, and raised by the reader
-                queue.put_nowait(error)
-
-        tasks = [asyncio.create_task(forward(choice)) for choice in range(len(self.jobs))]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _choice(self, choice: int, claim: Claim, deadline: float | None) -> AsyncGenerator[Event, None]:
         """Run one Job within a place."""
@@ -129,7 +97,10 @@ class Run:
         )
         num_cached = 0
         reason: FinishReason = "stop"
-        async with aclosing(_until(deadline, self._steps(job, claim))) as steps:
+        timely = self._steps(job, claim)
+        if deadline is not None:
+            timely = _until(deadline, timely)
+        async with aclosing(timely) as steps:
             async for step in steps:
                 if step.num_cached:
                     num_cached = step.num_cached
@@ -178,7 +149,37 @@ class Run:
         return stops
 
 
-async def _until(deadline: float | None, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Step, None]:
+async def _joined(choices: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerator[Event, None]:
+    """Run all choices side by side. None waits for a reader: what is not read yet is bounded by `max_tokens`."""
+    queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+
+    async def forward(choice: AsyncGenerator[Event, None]) -> None:
+        try:
+            async with aclosing(choice) as events:
+                async for event in events:
+                    queue.put_nowait(event)
+            queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - handed over, and raised by the reader
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(choice)) for choice in choices]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until(deadline: float, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Step, None]:
     """Pass Steps on; at the deadline, in the loop's time, end as at the limit of tokens, since the text can go on."""
     is_accepted = False
     async with aclosing(steps):
