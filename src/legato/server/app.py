@@ -147,7 +147,7 @@ class Generation:
 
 
 async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Encode a stream, a frame for each event; it may be empty."""
+    """Encode a stream, a frame for each event; it may be empty. The opening is spent with the first."""
     usages: dict[int, Usage] = {}
     opening = encoder.start()
     async for event in events:
