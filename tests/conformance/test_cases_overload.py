@@ -382,8 +382,8 @@ def test_the_choices_of_a_client_that_does_not_read_end_and_free_their_places() 
     with serve_script(flood, admission=Admission(max_running=2), **LONG) as served:
         body = body_for(served, COMPLETIONS, stream=True, max_tokens=10_000, n=2)
         with ask(served, body, receive_bytes=4096):
-            assert eventually(lambda: is_idle(served))
-            assert flood.num_played == 100
+            assert eventually(lambda: flood.num_played == 100, 10)
+            assert eventually(lambda: is_idle(served), 10)
             assert text_of(served.complete("x", max_tokens=4)) == "xxxx"
 
 
