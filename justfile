@@ -29,3 +29,7 @@ models:
 
 test *ARGS:
     pytest {{ARGS}}
+
+# Measure a running server, also beside others; docs/benchmarks.md.
+bench *ARGS:
+    python -m bench {{ARGS}}

@@ -1,0 +1,132 @@
+"""The second law, condition by condition: which share of continuations is equal to the uncut text.
+
+`python -m bench.equality` asks servers of both models of the catalogue, one request at a time but for the streams
+that some conditions put beside it. The uncut text is always written alone, at once and without a stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.client import Server, company, serving
+from bench.fidelity import cut_places
+from bench.measure import FULL, QUICK, Measure, Size
+from bench.report import write
+from bench.texts import KINDS
+
+__all__ = ["CONDITIONS", "Condition", "equality"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A way to write the text that should make no difference."""
+
+    name: str
+    rounds: int = 0
+    """Requests of equal length that write it from the beginning; 0: the text is cut at characters, and one request
+    writes the rest.
+    """
+    is_streamed: bool = False
+    is_cold: bool = False
+    """Nothing of the text is in the cache."""
+    num_choices: int = 1
+    others: int = 0
+    """Streams beside it."""
+    is_deterministic: bool = False
+    """Asked for, of the uncut text as well."""
+
+
+CONDITIONS = (
+    Condition("written again", rounds=1),
+    Condition("4 rounds", rounds=4),
+    Condition("16 rounds", rounds=16),
+    Condition("16 rounds, streamed", rounds=16, is_streamed=True),
+    Condition("16 rounds, beside 7 streams", rounds=16, others=7),
+    Condition("cut"),
+    Condition("cut, streamed", is_streamed=True),
+    Condition("cut, cold", is_cold=True),
+    Condition("cut, first of `n` = 4", num_choices=4),
+    Condition("cut, beside 7 streams", others=7),
+    Condition("cut, cold, beside 7 streams", is_cold=True, others=7),
+    Condition("cut, `deterministic`", is_deterministic=True),
+    Condition("cut, cold, `deterministic`", is_cold=True, is_deterministic=True),
+    Condition("cut, cold, beside 7 streams, `deterministic`", is_cold=True, others=7, is_deterministic=True),
+    Condition("16 rounds, beside 7 streams, `deterministic`", rounds=16, others=7, is_deterministic=True),
+)
+
+
+def equality(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
+    """Compare each server's continuations with its own uncut texts."""
+    for condition, temperature in itertools.product(CONDITIONS, (0.0, 0.8)):
+        samples = {s.name: _equal(s, condition, temperature, size) for s in servers if _can(s, condition)}
+        where = f"temperature {temperature:g}" if temperature else "greedy"
+        yield Measure("equality", f"{condition.name}, {where}", "%", samples)
+
+
+def _can(server: Server, condition: Condition) -> bool:
+    """Whether a server knows the fields that a condition needs."""
+    can_be_cold = not condition.is_cold or server.supports("cache_salt", "any")
+    return can_be_cold and (not condition.is_deterministic or server.supports("deterministic", True))
+
+
+def _equal(server: Server, condition: Condition, temperature: float, size: Size) -> list[float]:
+    """Return, for each continuation, whether it is the rest of the uncut text."""
+    equal: list[float] = []
+    num_tokens = max(16, size.tokens // 2)
+    fixed: dict[str, Any] = {"deterministic": True} if condition.is_deterministic else {}
+    for prompt in itertools.islice(KINDS.values(), size.kinds):
+        uncut = server.complete(prompt, num_tokens, temperature=temperature, **fixed).text
+        with company(server, condition.others) if condition.others else nullcontext():
+            write = partial(_write, server, condition, temperature=temperature, **fixed)
+            if condition.rounds:
+                text = ""
+                for _ in range(condition.rounds):
+                    text += write(prompt + text, num_tokens // condition.rounds)
+                equal.append(text == uncut)
+            else:
+                for at in cut_places(uncut, size.cuts // 2, most=len(uncut)):
+                    equal.append(write(prompt + uncut[:at], num_tokens)[: len(uncut) - at] == uncut[at:])
+    return equal
+
+
+def _write(
+    server: Server, condition: Condition, prompt: str, max_tokens: int, *, temperature: float, **fields: Any
+) -> str:
+    if condition.is_cold:
+        fields["cache_salt"] = secrets.token_hex(8)
+    if condition.num_choices > 1:
+        fields["n"] = condition.num_choices
+    ask = server.stream if condition.is_streamed else server.complete
+    return ask(prompt, max_tokens, temperature=temperature, **fields).text
+
+
+@click.command()
+@click.argument("urls", nargs=-1)
+@click.option("--model", "models", multiple=True, help="Model to serve.  [default: both of the catalogue]")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-equality"), show_default=True)
+@click.option("--quick", is_flag=True, help="The smallest settings: only to see that everything runs.")
+def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, quick: bool) -> None:
+    """Measure the servers at URLS, or serve models to measure."""
+    size = QUICK if quick else FULL
+    with ExitStack() as served:
+        if not urls:
+            names = models or ("smollm2-135m", "qwen2.5-coder-0.5b")
+            urls = tuple(
+                served.enter_context(serving("legato", "serve", "--port", "0", "--model", name)) for name in names
+            )
+        servers = [Server.at(url, url) for url in urls]
+        servers = [Server.at(server.model, server.url) for server in servers]
+        write(out, servers, size, equality(servers, size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Serve the scripted engine on one core and a free port, without pauses: `python -m bench.scripted CORE`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from legato.admission import Admission
+from legato.config import LimitSettings, ServerSettings
+from legato.engines.scripted import ScriptedEngine
+from legato.models import Model, Models
+from legato.server.app import create_app, listen, run_app
+
+_SCRIPT = (b" word",) * 200
+
+
+async def main(core: int) -> None:
+    """Serve until SIGTERM."""
+    os.sched_setaffinity(0, {core})
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    settings = ServerSettings(port=0)
+    model = Model("script", ScriptedEngine(_SCRIPT), Admission(max_running=1000))
+    with listen(settings) as listener:
+        host, port = listener.getsockname()[:2]
+        print(f"Scripts are served at http://{host}:{port}", file=sys.stderr, flush=True)
+        app = create_app(Models({"script": model}, {}), settings, LimitSettings())
+        await run_app(app, listener, stop=stop)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))
