@@ -206,17 +206,19 @@ class Continuations:
         paths that do not agree are left out in the end.
         """
         heal, goal = prompt.heal, len(prompt.heal) + _NUM_BYTES
-        found: Counter[bytes] = Counter()
+        found: dict[bytes, float] = defaultdict(float)
+        total = 0.0
         paths: list[tuple[float, tuple[int, ...], bytes]] = [(0.0, (), b"")]
         left = 1.0
         left_out = _LEFT_OUT if is_canonical else _LEFT_OUT_OTHERS
-        while paths and left > left_out * (left + found.total()):
+        while paths and left > left_out * (left + total):
             cost, path, data = heapq.heappop(paths)
             left -= math.exp(-cost)
             if is_canonical and path and not self._is_allowed(prompt, path[:-1], path[-1]):
                 continue
             if len(data) >= goal or data.endswith(_END):
                 found[data[len(heal) : goal]] += math.exp(-cost)
+                total += math.exp(-cost)
                 continue
             logprobs = log_softmax(self._model.row((*prompt.ids, *path)))
             rest = heal[len(data) :]
@@ -228,7 +230,6 @@ class Continuations:
                 piece = _END if id in self._end_ids else self._pieces[id]
                 heapq.heappush(paths, (cost - float(logprobs[id]), (*path, id), data + piece))
                 left += math.exp(logprobs[id] - cost)
-        total = found.total()
         return {data: mass / total for data, mass in found.items()}
 
     def _agreeing(self, rest: bytes) -> NDArray[np.int64]:
@@ -315,7 +316,7 @@ def measure(continuations: Continuations, prefix: str, num_seeds: int, *, on_the
 def table(results: Sequence[Result]) -> str:
     """Return a table in Markdown, the means last."""
     lines = [
-        '| prefix | likeliest next 4 bytes | Legato, drawn | a perfect sampler, drawn | step by step | `seam: "none"` |',
+        '| prefix | likeliest next 4 bytes | Legato, drawn | perfect sampler, drawn | step by step | `seam: "none"` |',
         "|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -330,7 +331,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _plot(path: Path, results: Sequence[Result]) -> None:
-    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    _, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
     series = {"Legato": "legato", "step by step": "stepwise", 'seam: "none"': "none"}
     for index, (label, name) in enumerate(series.items()):
         heights = [getattr(result, name) for result in results]
@@ -352,7 +353,7 @@ def _plot(path: Path, results: Sequence[Result]) -> None:
 def main(model: str, seeds: int, prefixes: int, out: Path) -> None:
     """Compare what is sampled behind a cut with the model's own distribution."""
     continuations = Continuations(find_model(model, Settings().data_dir))
-    results = []
+    results: list[Result] = []
     for prefix in PREFIXES[:prefixes]:
         results.append(measure(continuations, prefix, seeds, on_the_model=not results))
         click.echo(results[-1])

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,31 +81,27 @@ def _equal(server: Server, condition: Condition, temperature: float, size: Size)
     """Return, for each continuation, whether it is the rest of the uncut text."""
     equal: list[float] = []
     num_tokens = max(16, size.tokens // 2)
-    fixed: dict[str, Any] = {"deterministic": True} if condition.is_deterministic else {}
+    asked = {"deterministic": True} if condition.is_deterministic else {}
+    fixed: dict[str, Any] = {"temperature": temperature, **asked}
     for prompt in itertools.islice(KINDS.values(), size.kinds):
-        uncut = server.complete(prompt, num_tokens, temperature=temperature, **fixed).text
+        uncut = server.complete(prompt, num_tokens, **fixed).text
         with company(server, condition.others) if condition.others else nullcontext():
-            write = partial(_write, server, condition, temperature=temperature, **fixed)
             if condition.rounds:
                 text = ""
                 for _ in range(condition.rounds):
-                    text += write(prompt + text, num_tokens // condition.rounds)
+                    text += _write(server, condition, prompt + text, num_tokens // condition.rounds, fixed)
                 equal.append(text == uncut)
-            else:
-                for at in cut_places(uncut, size.cuts // 2, most=len(uncut)):
-                    equal.append(write(prompt + uncut[:at], num_tokens)[: len(uncut) - at] == uncut[at:])
+                continue
+            for at in cut_places(uncut, size.cuts // 2, most=len(uncut)):
+                rest = _write(server, condition, prompt + uncut[:at], num_tokens, fixed)
+                equal.append(rest[: len(uncut) - at] == uncut[at:])
     return equal
 
 
-def _write(
-    server: Server, condition: Condition, prompt: str, max_tokens: int, *, temperature: float, **fields: Any
-) -> str:
-    if condition.is_cold:
-        fields["cache_salt"] = secrets.token_hex(8)
-    if condition.num_choices > 1:
-        fields["n"] = condition.num_choices
+def _write(server: Server, condition: Condition, prompt: str, max_tokens: int, fixed: dict[str, Any]) -> str:
+    salt = {"cache_salt": secrets.token_hex(8)} if condition.is_cold else {}
     ask = server.stream if condition.is_streamed else server.complete
-    return ask(prompt, max_tokens, temperature=temperature, **fields).text
+    return ask(prompt, max_tokens, **fixed, **salt, n=condition.num_choices).text
 
 
 @click.command()

@@ -57,7 +57,7 @@ def fetch(folder: Path) -> Path:
 
 def configure(sources: Path, build: Path) -> None:
     """Prepare a build."""
-    command = ["cmake", "-G", "Ninja", "-S", sources, "-B", build, *cmake_options()]
+    command = ["cmake", "-G", "Ninja", "-S", str(sources), "-B", str(build), *cmake_options()]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

@@ -83,7 +83,7 @@ def _plot(path: Path, measures: Sequence[Measure], servers: Sequence[str]) -> No
         unit: list(some) for unit, some in itertools.groupby(sorted(measures, key=lambda m: m.unit), lambda m: m.unit)
     }
     heights = [len(some) for some in panels.values()] or [1]
-    figure, axes = pyplot.subplots(
+    _, axes = pyplot.subplots(
         len(heights),
         1,
         squeeze=False,

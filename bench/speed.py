@@ -73,10 +73,10 @@ def rounds(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
         return (time.perf_counter() - start) / whole.total_s, float(text == whole.text)
 
     results = alternate(servers, size.repeats, run).items()
-    yield Measure("rounds", "8 rounds over one run", "x", {name: [cost for cost, _ in some] for name, some in results})
-    yield Measure(
-        "rounds", "8 rounds, the same text", "%", {name: [same for _, same in some] for name, some in results}
-    )
+    costs = {name: [cost for cost, _ in some] for name, some in results}
+    equal = {name: [is_equal for _, is_equal in some] for name, some in results}
+    yield Measure("rounds", "8 rounds over one run", "x", costs)
+    yield Measure("rounds", "8 rounds, the same text", "%", equal)
 
 
 def drafts(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
@@ -92,10 +92,7 @@ def drafts(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
     for name, results in (("plain", plain), ("with the file as `prediction`", drafted)):
         speeds = {server: [answer.num_tokens / answer.total_s for answer in some] for server, some in results.items()}
         yield Measure("drafts", f"copy-edit, {name}", "tokens/s", speeds)
-    same = {
-        name: [float(a.text == b.text) for a, b in zip(plain[name], some, strict=True)]
-        for name, some in drafted.items()
-    }
+    same = {name: [float(answer.text == plain[name][0].text) for answer in some] for name, some in drafted.items()}
     yield Measure("drafts", "copy-edit, the same text with `prediction`", "%", same)
     right = {name: [float(answer.text == EDITED) for answer in some] for name, some in plain.items()}
     yield Measure("drafts", "copy-edit, as asked", "%", right)

@@ -11,7 +11,7 @@ __all__ = ["EDITED", "EDIT_TASK", "FILE", "KINDS", "NOISE_WORDS", "PASSAGES"]
 KINDS = {
     "prose": "The ferry left the harbour an hour late, and by the time it reached the island the",
     "essay": "There are three reasons why small libraries matter more than large ones. First,",
-    "Python": 'class RingBuffer:\n    """A queue that forgets its oldest entries."""\n\n    def __init__(self, capacity):\n',
+    "Python": 'class RingBuffer:\n    """Forgets its oldest entries."""\n\n    def __init__(self, capacity):\n',
     "Rust": "/// Counts the words of a text.\npub fn count_words(text: &str) -> HashMap<String, usize> {\n",
     "table": "| Element | Symbol | Atomic number | Melting point |\n|---|---|---|---|\n| Iron | Fe | 26 | 1538 °C |\n",
     "JSON": '{"order": 48213, "customer": {"name": "Grace Hopper", "city": "Arlington"}, "items": [{"sku": "A-113", ',
@@ -24,9 +24,7 @@ KINDS = {
 }
 """A beginning of each kind of text."""
 
-NOISE_WORDS = (
-    "anchor basket candle drawer ember feather granite hollow island jacket kettle lantern meadow needle orchard pepper"
-).split()
+NOISE_WORDS = ("anchor", "basket", "candle", "drawer", "ember", "feather", "granite", "hollow", "island", "jacket")
 
 PASSAGES = {
     "English": (
