@@ -42,24 +42,24 @@ from legato.types import CompletionRequest, Job, Prompt, Sampling, SeamOptions, 
 __all__ = ["PREFIXES", "Continuations", "Distribution", "Result", "distance", "measure", "perfect_distance"]
 
 PREFIXES = (
-    "The treaty was signed by the United Stat",
-    "She put the kettle on the stove and waited for the water to bo",
-    "import numpy as np\nimport matplotlib.pyplot as pl",
-    "The square root of 144 is equal to twel",
-    "In the morning the children walked to scho",
-    "Photosynthesis takes place in the chlorop",
+    "Water boils at 100 degrees Cel",
+    "The patient was given antibio",
+    "We visited the museum of natural his",
+    "The recipe calls for two tablespo",
+    "The dog is a domestica",
+    "She works as a mechani",
+    "The temperature in Antarc",
+    "He plays the gui",
+    "The company's headquar",
     "Please do not hesi",
-    "The results are shown in the followi",
-    "He was born in Lond",
-    "The president of the company announ",
 )
 """Each ends inside a word and has few likely continuations, so that 5,000 draws tell something."""
 
 _NUM_BYTES = 4
 _END = b"\xff"
 """Stands for the end of the answer among the next bytes; no UTF-8 has it."""
-_LEFT_OUT, _LEFT_OUT_OTHERS = 0.005, 0.02
-"""The share of the probability at which enumerating stops: of the model's own distribution, and of the others."""
+_LEFT_OUT = 0.005
+"""The share of the probability at which enumerating stops."""
 _NUCLEUS = 0.9995
 """The share of a free choice that is looked at."""
 _LIKELY = 1e-3
@@ -174,11 +174,14 @@ class Continuations:
 
     def own(self, prompt: Prompt) -> Distribution:
         """Enumerate what an uncut run would write, given that it wrote the heal bytes."""
-        return self._enumerate(prompt, is_canonical=True, is_stepwise=False)
+        return self._enumerate(prompt, None)
 
-    def stepwise(self, prompt: Prompt) -> Distribution:
-        """Enumerate what comes of restricting one token after the other; for a prompt without heal bytes, of none."""
-        return self._enumerate(prompt, is_canonical=False, is_stepwise=True)
+    def stepwise(self, prompt: Prompt, own: Distribution) -> Distribution:
+        """Enumerate what comes of restricting one token after the other, as far as it is in `own`.
+
+        For a prompt without heal bytes this is plain continuation.
+        """
+        return self._enumerate(prompt, own)
 
     def drawn(self, prompt: Prompt, num_seeds: int, *, is_memoised: bool = True) -> Distribution:
         """Let the engine's scheduler run a Job for each seed, on memoised rows or on the model itself."""
@@ -199,22 +202,22 @@ class Continuations:
         counts = Counter(data[len(prompt.heal) : goal] for data in written.values())
         return {data: num / num_seeds for data, num in counts.items()}
 
-    def _enumerate(self, prompt: Prompt, *, is_canonical: bool, is_stepwise: bool) -> Distribution:
+    def _enumerate(self, prompt: Prompt, among: Distribution | None) -> Distribution:
         """Follow the likeliest paths until what is left does not matter.
 
-        Stepwise, each token is chosen among those that agree with the heal bytes; otherwise among all, and the
-        paths that do not agree are left out in the end.
+        Without `among`, each token is chosen among all that are canonical, paths that leave the heal bytes are left
+        out in the end, and the whole is 1. With it, each token is chosen among those that agree with the heal bytes,
+        and only what `among` has is followed.
         """
         heal, goal = prompt.heal, len(prompt.heal) + _NUM_BYTES
+        heads = {data[:num] for data in among or () for num in range(_NUM_BYTES + 1)}
         found: dict[bytes, float] = defaultdict(float)
-        total = 0.0
+        total, left = 0.0, 1.0
         paths: list[tuple[float, tuple[int, ...], bytes]] = [(0.0, (), b"")]
-        left = 1.0
-        left_out = _LEFT_OUT if is_canonical else _LEFT_OUT_OTHERS
-        while paths and left > left_out * (left + total):
+        while paths and left > _LEFT_OUT * (left + total):
             cost, path, data = heapq.heappop(paths)
             left -= math.exp(-cost)
-            if is_canonical and path and not self._is_allowed(prompt, path[:-1], path[-1]):
+            if among is None and path and not self._is_allowed(prompt, path[:-1], path[-1]):
                 continue
             if len(data) >= goal or data.endswith(_END):
                 found[data[len(heal) : goal]] += math.exp(-cost)
@@ -223,14 +226,16 @@ class Continuations:
             logprobs = log_softmax(self._model.row((*prompt.ids, *path)))
             rest = heal[len(data) :]
             ids = self._agreeing(rest) if rest else _nucleus(logprobs)
-            logprobs -= math.log(self._allowed_share(prompt, path, logprobs) if is_canonical else 1.0)
-            if rest and is_stepwise:
+            if among is None:
+                logprobs -= math.log(self._allowed_share(prompt, path, logprobs))
+            elif rest:
                 logprobs -= np.logaddexp.reduce(logprobs[ids])
             for id in ids.tolist():
-                piece = _END if id in self._end_ids else self._pieces[id]
-                heapq.heappush(paths, (cost - float(logprobs[id]), (*path, id), data + piece))
-                left += math.exp(logprobs[id] - cost)
-        return {data: mass / total for data, mass in found.items()}
+                longer = data + (_END if id in self._end_ids else self._pieces[id])
+                if among is None or longer[len(heal) : goal] in heads:
+                    heapq.heappush(paths, (cost - float(logprobs[id]), (*path, id), longer))
+                    left += math.exp(logprobs[id] - cost)
+        return found if among else {data: mass / total for data, mass in found.items()}
 
     def _agreeing(self, rest: bytes) -> NDArray[np.int64]:
         """Return the tokens that begin with what is left of the heal bytes, or that it begins with."""
@@ -254,9 +259,9 @@ def _nucleus(logprobs: NDArray[np.float64]) -> NDArray[np.int64]:
     return ids[: int(np.searchsorted(np.cumsum(np.exp(logprobs[ids])), _NUCLEUS)) + 1]
 
 
-def distance(left: Distribution, right: Distribution) -> float:
-    """Return the total variation distance: half of the sum of all differences."""
-    return sum(abs(left.get(data, 0.0) - right.get(data, 0.0)) for data in {**left, **right}) / 2
+def distance(own: Distribution, other: Distribution) -> float:
+    """Return the total variation distance: what `own` has more of than `other`, all of which is 1."""
+    return sum(max(0.0, share - other.get(data, 0.0)) for data, share in own.items())
 
 
 def perfect_distance(own: Distribution, num_seeds: int) -> NDArray[np.float64]:
@@ -294,8 +299,8 @@ def measure(continuations: Continuations, prefix: str, num_seeds: int, *, on_the
     own = continuations.own(prompt)
     drawn = continuations.drawn(prompt, num_seeds)
     again = continuations.drawn(prompt, num_seeds, is_memoised=False) if on_the_model else None
-    stepwise = continuations.stepwise(prompt)
-    none = continuations.stepwise(continuations.begin(prefix, heal=False))
+    stepwise = continuations.stepwise(prompt, own)
+    none = continuations.stepwise(continuations.begin(prefix, heal=False), own)
     perfect = perfect_distance(own, num_seeds)
     likeliest = max(own, key=lambda data: own[data])
     return Result(

@@ -101,7 +101,7 @@ def _equal(server: Server, condition: Condition, temperature: float, size: Size)
 def _write(server: Server, condition: Condition, prompt: str, max_tokens: int, fixed: dict[str, Any]) -> str:
     salt = {"cache_salt": secrets.token_hex(8)} if condition.is_cold else {}
     ask = server.stream if condition.is_streamed else server.complete
-    return ask(prompt, max_tokens, **fixed, **salt, n=condition.num_choices).text
+    return ask(prompt, max_tokens, **{**fixed, **salt, "n": condition.num_choices}).text
 
 
 @click.command()
