@@ -10,7 +10,7 @@ import click
 from bench.client import Server
 from bench.equality import equality
 from bench.fidelity import human, infill, seam
-from bench.measure import FULL, QUICK, Measure, Size
+from bench.measure import SIZES, Measure, Size
 from bench.report import write
 from bench.speed import decode, drafts, rounds, streams, warm
 
@@ -33,8 +33,8 @@ SUITES: Mapping[str, Callable[[Sequence[Server], Size], Iterator[Measure]]] = {
 @click.option("--suite", default=",".join(SUITES), show_default=True, help="What to measure.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True)
 @click.option("--key", default="none", help="API key for all servers.")
-@click.option("--quick", is_flag=True, help="The smallest settings: only to see that everything runs.")
-def main(url: str, beside: tuple[str, ...], suite: str, out: Path, key: str, quick: bool) -> None:
+@click.option("--size", type=click.Choice(list(SIZES)), default="full", show_default=True)
+def main(url: str, beside: tuple[str, ...], suite: str, out: Path, key: str, size: str) -> None:
     """Measure the Legato server at URL."""
     suites = suite.split(",")
     if unknown := set(suites) - set(SUITES):
@@ -45,8 +45,8 @@ def main(url: str, beside: tuple[str, ...], suite: str, out: Path, key: str, qui
         if not equals:
             raise click.BadParameter(f"expected NAME=URL, got {other}", param_hint="--beside")
         servers.append(Server.at(name, address, key=key))
-    size = QUICK if quick else FULL
-    write(out, servers, size, (measure for name in suites for measure in SUITES[name](servers, size)))
+    measures = (measure for name in suites for measure in SUITES[name](servers, SIZES[size]))
+    write(out, servers, SIZES[size], measures)
 
 
 if __name__ == "__main__":

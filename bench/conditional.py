@@ -10,7 +10,7 @@ For prefixes that end inside a word it compares distributions of the next 4 byte
 
 The distance is total variation. Drawing has noise, so a perfect sampler's expected distance is told beside Legato's.
 The scheduler runs over logits that are computed once for each path of tokens (`MemoModel`), so 5,000 Jobs cost little
-more than their distinct paths; the first prefix is run on the model itself as well.
+more than their distinct paths; the last prefix is run on the model itself as well.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def main(model: str, seeds: int, prefixes: int, out: Path) -> None:
     continuations = Continuations(find_model(model, Settings().data_dir))
     results: list[Result] = []
     for prefix in PREFIXES[:prefixes]:
-        results.append(measure(continuations, prefix, seeds, on_the_model=not results))
+        results.append(measure(continuations, prefix, seeds, on_the_model=len(results) + 1 == prefixes))
         click.echo(results[-1])
     out.mkdir(parents=True, exist_ok=True)
     (out / "conditional.md").write_text(table(results), "utf-8")

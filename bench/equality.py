@@ -18,7 +18,7 @@ import click
 
 from bench.client import Server, company, serving
 from bench.fidelity import cut_places
-from bench.measure import FULL, QUICK, Measure, Size
+from bench.measure import SIZES, Measure, Size
 from bench.report import write
 from bench.texts import KINDS
 
@@ -108,10 +108,9 @@ def _write(server: Server, condition: Condition, prompt: str, max_tokens: int, f
 @click.argument("urls", nargs=-1)
 @click.option("--model", "models", multiple=True, help="Model to serve.  [default: both of the catalogue]")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-equality"), show_default=True)
-@click.option("--quick", is_flag=True, help="The smallest settings: only to see that everything runs.")
-def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, quick: bool) -> None:
+@click.option("--size", type=click.Choice(list(SIZES)), default="full", show_default=True)
+def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str) -> None:
     """Measure the servers at URLS, or serve models to measure."""
-    size = QUICK if quick else FULL
     with ExitStack() as served:
         if not urls:
             names = models or ("smollm2-135m", "qwen2.5-coder-0.5b")
@@ -120,7 +119,7 @@ def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, quick: bool)
             )
         servers = [Server.at(url, url) for url in urls]
         servers = [Server.at(server.model, server.url) for server in servers]
-        write(out, servers, size, equality(servers, size))
+        write(out, servers, SIZES[size], equality(servers, SIZES[size]))
 
 
 if __name__ == "__main__":

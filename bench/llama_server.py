@@ -1,7 +1,8 @@
 """llama-server to measure beside, on the same weights: `python -m bench.llama_server --model GGUF --port 8081`.
 
 Builds it from the very sources of llama.cpp that the installed llama-cpp-python was built from, for this processor,
-into a cache folder; the first time takes about 15 minutes on 2 cores. Then it runs it.
+into a cache folder; the first time takes about 15 minutes on 2 cores. Then it runs it, with the environment that
+Legato gives its own engine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import click
 from platformdirs import user_cache_path
+
+from legato.config import worker_environment
 
 __all__ = ["cmake_options", "configure", "fetch"]
 
@@ -82,7 +85,7 @@ def main(model: str | None, port: int, threads: int, slots: int, context: int, c
     if model is None:
         raise click.UsageError("--model: which weights to serve?")
     arguments = ["--model", model, "--port", port, "--threads", threads, "--parallel", slots, "--ctx-size", context]
-    os.execv(binary, [str(binary), *map(str, arguments)])
+    os.execve(binary, [str(binary), *map(str, arguments)], worker_environment())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FULL", "QUICK", "Measure", "Size", "Unit"]
+__all__ = ["SIZES", "Measure", "Size", "Unit"]
 
 Unit = Literal["tokens/s", "events/s", "s", "x", "%", "points"]
 """`x` is a ratio of times, `%` a share of hits (1) and misses (0), `points` a mean of differences of such."""
@@ -79,5 +79,13 @@ class Size:
     """That write at the same time."""
 
 
-FULL = Size(repeats=5, tokens=128, long_words=600, kinds=12, cuts=8, positions=400, clients=300, streams=(1, 4, 8))
-QUICK = Size(repeats=1, tokens=16, long_words=40, kinds=2, cuts=2, positions=4, clients=10, streams=(1, 2))
+SIZES = {
+    "full": Size(
+        repeats=5, tokens=128, long_words=600, kinds=12, cuts=8, positions=400, clients=300, streams=(1, 4, 8)
+    ),
+    "short": Size(
+        repeats=3, tokens=64, long_words=300, kinds=12, cuts=4, positions=60, clients=300, streams=(1, 4, 8)
+    ),
+    "quick": Size(repeats=1, tokens=16, long_words=40, kinds=2, cuts=2, positions=4, clients=10, streams=(1, 2)),
+}  # fmt: skip
+"""The last is only to see that everything runs."""

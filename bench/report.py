@@ -27,23 +27,28 @@ __all__ = ["save_png", "table", "write"]
 
 
 def write(out: Path, servers: Sequence[Server], size: Size, measures: Iterable[Measure]) -> None:
-    """Print measures as they come and write `bench.md`, `bench.json` and `bench.png` into a folder."""
+    """Print measures as they come and write `bench.md`, `bench.json` and `bench.png` into a folder.
+
+    A run that is interrupted leaves what it had.
+    """
     names = [server.name for server in servers]
-    done = []
-    for measure in measures:
-        click.echo(_row(measure, names))
-        done.append(measure)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "bench.md").write_text(table(done, names), "utf-8")
-    facts = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "servers": {server.name: {"url": server.url, "model": server.model} for server in servers},
-        "size": asdict(size),
-        "measures": [asdict(measure) for measure in done],
-    }
-    (out / "bench.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1, default=list), "utf-8")
-    _plot(out / "bench.png", done, names)
+    done: list[Measure] = []
+    try:
+        for measure in measures:
+            click.echo(_row(measure, names))
+            done.append(measure)
+    finally:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "bench.md").write_text(table(done, names), "utf-8")
+        facts = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
+            "servers": {server.name: {"url": server.url, "model": server.model} for server in servers},
+            "size": asdict(size),
+            "measures": [asdict(measure) for measure in done],
+        }
+        (out / "bench.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1, default=list), "utf-8")
+        _plot(out / "bench.png", done, names)
 
 
 def table(measures: Sequence[Measure], servers: Sequence[str]) -> str:
