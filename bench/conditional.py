@@ -42,7 +42,7 @@ from legato.types import CompletionRequest, Job, Prompt, Sampling, SeamOptions, 
 __all__ = ["PREFIXES", "Continuations", "Distribution", "Result", "distance", "measure", "perfect_distance"]
 
 PREFIXES = (
-    "Water boils at 100 degrees Cel",
+    "The museum is closed on Wednes",
     "The patient was given antibio",
     "We visited the museum of natural his",
     "The recipe calls for two tablespo",
@@ -51,9 +51,9 @@ PREFIXES = (
     "The temperature in Antarc",
     "He plays the gui",
     "The company's headquar",
-    "Please do not hesi",
+    "The experiment was carried out in a labor",
 )
-"""Each ends inside a word and has few likely continuations, so that 5,000 draws tell something."""
+"""Each ends inside a word and few continuations are likely, so that 5,000 draws tell something."""
 
 _NUM_BYTES = 4
 _END = b"\xff"
@@ -214,7 +214,7 @@ class Continuations:
         found: dict[bytes, float] = defaultdict(float)
         total, left = 0.0, 1.0
         paths: list[tuple[float, tuple[int, ...], bytes]] = [(0.0, (), b"")]
-        while paths and left > _LEFT_OUT * (left + total):
+        while paths and left > _LEFT_OUT * (left + total if among is None else 1.0):
             cost, path, data = heapq.heappop(paths)
             left -= math.exp(-cost)
             if among is None and path and not self._is_allowed(prompt, path[:-1], path[-1]):

@@ -15,7 +15,7 @@ def continuations() -> Continuations:
     return Continuations(weights(SMALL))
 
 
-@pytest.mark.parametrize("prefix", ["Water boils at 100 degrees Cel", "We visited the museum of natural his"])
+@pytest.mark.parametrize("prefix", ["The dog is a domestica", "We visited the museum of natural his"])
 def test_draws_are_as_near_to_the_models_own_distribution_as_perfect_ones(
     continuations: Continuations, prefix: str
 ) -> None:
