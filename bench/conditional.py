@@ -32,6 +32,8 @@ from bench.report import save_png
 from legato.config import Settings
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.scheduler import Scheduler
+from legato.engines.llamacpp.spill import Spill
+from legato.errors import GenerationFailed
 from legato.profiles import Profile
 from legato.prompting import render
 from legato.pull import find_model
@@ -93,7 +95,7 @@ class MemoModel(Model):
             self._small_batch.clear()
             self._small_batch.add(0, shared, path[shared:], num_wanted=1)
             self._small_batch.add(1, 0, [0], num_wanted=0)  # No lone row, as in the scheduler.
-            super().decode(self._small_batch)
+            super().decode(self._small_batch, exact=True)
             super().forget(1, 0)
             self._fed = path
             self._known[path] = super().rows(1)[0].copy()
@@ -103,7 +105,7 @@ class MemoModel(Model):
         """Begin anew: the rows of one prompt take hundreds of megabytes."""
         self._known.clear()
 
-    def decode(self, batch: Batch) -> bool:
+    def decode(self, batch: Batch, *, exact: bool = False) -> bool:
         """Take the batch's tokens and look up the rows that it wants."""
         native = batch.native
         self._rows = []
@@ -131,9 +133,10 @@ class MemoModel(Model):
         """Return a sequence's tokens."""
         return json.dumps([*self._sequences[sequence].items()]).encode()
 
-    def load(self, sequence: int, data: bytes) -> None:
-        """Give a sequence what `save` returned."""
+    def load(self, sequence: int, data: bytes) -> int:
+        """Give a sequence what `save` returned; return its number of tokens."""
         self._sequences[sequence] = dict(json.loads(data))
+        return len(self._sequences[sequence])
 
     def clear(self) -> None:
         """Forget every sequence."""
@@ -186,7 +189,14 @@ class Continuations:
     def drawn(self, prompt: Prompt, num_seeds: int, *, is_memoised: bool = True) -> Distribution:
         """Let the engine's scheduler run a Job for each seed, on memoised rows or on the model itself."""
         model = self._model if is_memoised else Model(self._path, **_SHAPE)
-        scheduler = Scheduler(model, self._seam, context_length=512, max_batch=_MAX_BATCH, max_sequences=_MAX_SEQUENCES)
+        scheduler = Scheduler(
+            model,
+            self._seam,
+            context_length=512,
+            max_batch=_MAX_BATCH,
+            max_sequences=_MAX_SEQUENCES,
+            spill=Spill(0, None, ""),
+        )
         written: dict[str, bytes] = defaultdict(bytes)
         goal = len(prompt.heal) + _NUM_BYTES
         for first in range(0, num_seeds, _AT_ONCE):
@@ -194,6 +204,8 @@ class Continuations:
                 scheduler.submit(Job(str(seed), 0, prompt, _NUM_BYTES, Sampling(seed, temperature=1.0)))
             while not scheduler.is_idle:
                 for id, step in scheduler.step():
+                    if isinstance(step, GenerationFailed):
+                        raise step
                     written[id] += b"".join(token.data for token in step.tokens)
                     if step.finish == "stop":
                         written[id] += _END

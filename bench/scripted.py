@@ -26,8 +26,8 @@ async def main(core: int) -> None:
     with listen(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"Scripts are served at http://{host}:{port}", file=sys.stderr, flush=True)
-        app = create_app(Models({"script": model}, {}), settings, LimitSettings())
-        await run_app(app, listener, stop=stop)
+        limits = LimitSettings()
+        await run_app(create_app(Models({"script": model}, {}), settings, limits), listener, limits, stop=stop)
 
 
 if __name__ == "__main__":
