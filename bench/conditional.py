@@ -49,7 +49,7 @@ PREFIXES = (
     "We visited the museum of natural his",
     "The recipe calls for two tablespo",
     "The dog is a domestica",
-    "She works as a mechani",
+    "He opened the envel",
     "The temperature in Antarc",
     "He plays the gui",
     "The company's headquar",
