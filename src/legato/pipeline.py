@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from legato.admission import Claim
 from legato.errors import InvalidField, UnsupportedFeature
@@ -95,15 +96,15 @@ class Run:
             before=prefix if self._joins_stops() else "",
             offset=len(prefix),
         )
-        num_cached = 0
+        num_cached = num_drafted = 0
         reason: FinishReason = "stop"
         timely = self._steps(job, claim)
         if deadline is not None:
             timely = _until(deadline, timely)
         async with aclosing(timely) as steps:
             async for step in steps:
-                if step.num_cached:
-                    num_cached = step.num_cached
+                num_cached += step.num_cached
+                num_drafted += step.num_drafted
                 if not step.tokens and not step.prompt and step.finish is None:
                     yield Accepted(choice)
                     if request.output.echo and not job.score_prompt:
@@ -124,7 +125,7 @@ class Run:
         released, tokens = text.flush()
         if released or tokens:
             yield Delta(choice, released, self._shown(tokens))
-        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached)
+        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted)
         matched = text.matched if text.matched in request.stops.strings else None
         yield Finished(choice, reason, matched, usage)
 
@@ -220,6 +221,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             param="echo",
         )
     prompts = render(request, engine.profile, engine.tokenizer, engine.seam)
+    reference = tuple(engine.tokenizer.encode(request.prediction.encode(), special=False))
     seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(32)
     sampling = _settle(request.sampling, seed)
     jobs = []
@@ -231,7 +233,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             wanted = room if isinstance(request.source, Chat) else DEFAULT_MAX_TOKENS
         clipped = clipped or (request.max_tokens or 0) > room
         for choice in range(request.num_choices):
-            jobs.append(_job(request, prompt, choice, min(wanted, room), sampling))
+            jobs.append(_job(request, prompt, choice, min(wanted, room), sampling, reference))
     report = Report(
         seed=seed,
         healed_bytes=tuple(len(prompt.heal) for prompt in prompts),
@@ -241,7 +243,14 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     return Run(request, model, tuple(jobs), report)
 
 
-def _job(request: CompletionRequest, prompt: Prompt, choice: int, max_tokens: int, sampling: Sampling) -> Job:
+def _job(
+    request: CompletionRequest,
+    prompt: Prompt,
+    choice: int,
+    max_tokens: int,
+    sampling: Sampling,
+    reference: tuple[int, ...],
+) -> Job:
     return Job(
         id=secrets.token_hex(12),
         choice=choice,
@@ -251,7 +260,17 @@ def _job(request: CompletionRequest, prompt: Prompt, choice: int, max_tokens: in
         canonical=request.seam.canonical,
         logprobs=request.output.logprobs,
         score_prompt=_scores_prompt(request),
+        reference=reference,
+        deterministic=request.deterministic,
+        cache_salt=_cache_salt(request),
     )
+
+
+def _cache_salt(request: CompletionRequest) -> str:
+    """Return a name, without the secrets in it, for those who may share KV entries: one key, and one salt."""
+    if not request.caller and not request.cache_salt:
+        return ""
+    return blake2b(f"{request.caller}\0{request.cache_salt}".encode(), digest_size=12).hexdigest()
 
 
 def _scores_prompt(request: CompletionRequest) -> bool:
@@ -323,4 +342,5 @@ def total_usage(usages: Sequence[Usage], num_choices: int) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
+        drafted_tokens=sum(usage.drafted_tokens for usage in usages),
     )

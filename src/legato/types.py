@@ -177,6 +177,12 @@ class CompletionRequest:
     stops: Stops = Stops()
     seam: SeamOptions = SeamOptions()
     output: Output = Output()
+    prediction: str = ""
+    """A text that the answer may repeat in parts: that makes it faster, and changes nothing."""
+    deterministic: bool = False
+    """Let the answer depend on nothing that is cached, at the price of speed."""
+    cache_salt: str = ""
+    """Share KV entries only with requests that name the same."""
     timeout_s: float | None = None
     """Seconds that the answer may take, waiting included."""
     ignored: tuple[str, ...] = ()
@@ -333,6 +339,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    """Of `completion_tokens`: how many a draft had guessed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,16 @@ class _StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class _Part(Body):
+    type: Literal["text"]
+    text: str
+
+
+class _Prediction(Body):
+    type: Literal["content"]
+    content: Annotated[str | list[_Part], Field(description="a text or a list of text parts")]
+
+
 class _Common(Body):
     """Fields that both routes take."""
 
@@ -80,6 +90,9 @@ class _Common(Body):
     canonical: bool = True
     stop_across_seam: bool | None = None
     timeout_s: Annotated[float | None, Field(gt=0, description="a number > 0")] = None
+    prediction: _Prediction | None = None
+    deterministic: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     report: bool = False
 
     def request(
@@ -121,8 +134,16 @@ class _Common(Body):
                 report=self.report,
             ),
             timeout_s=self.timeout_s,
+            prediction=_joined(self.prediction.content) if self.prediction else "",
+            deterministic=self.deterministic,
+            cache_salt=self.cache_salt or "",
             ignored=(*unknown_fields(self), *(f"stream_options.{name}" for name in options), *ignored),
         )
+
+
+def _joined(content: str | list[_Part]) -> str:
+    """Join parts with nothing between them."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -287,11 +308,6 @@ def _shown(data: bytes) -> str:
 # Chat
 
 
-class _Part(Body):
-    type: Literal["text"]
-    text: str
-
-
 class _MessageBody(Body):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -306,10 +322,8 @@ class _MessageBody(Body):
 
     @property
     def text(self) -> str:
-        """The content; parts are joined with nothing between them."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        """The content."""
+        return _joined(self.content or "")
 
 
 class _ChatBody(_Common):

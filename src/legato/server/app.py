@@ -189,6 +189,7 @@ def _facts(run: Run, usage: Usage) -> Facts:
         "seed": report.seed,
         "healed_bytes": list(report.healed_bytes),
         "cached_tokens": usage.cached_tokens,
+        "drafted_tokens": usage.drafted_tokens,
         "ignored": list(report.ignored),
         "clipped": list(report.clipped),
         "rounds": 1,

@@ -354,34 +354,38 @@ class Scheduler:
                 held_back.append(sequence)
                 continue
             self._running.append(sequence)
-            if not sequence.pending:
+            if not sequence.is_read and sequence.first_wanted == len(sequence.tokens):
                 self._guard(sequence, partial(self._decide, sequence, [sequence.rows[()]], []))
         self._waiting.extendleft(reversed(held_back))
 
     def _start(self, sequence: _Sequence) -> bool:
-        """Copy the longest head that is in the cache. False: a longer one is being read now, so wait for it."""
+        """Take the longest head that is in the cache or spilled. False: a longer one is being read, so wait for it."""
         wanted = np.asarray(sequence.tokens[: self._recall(sequence)], np.int32)
-        source, length = self._retained.longest(wanted, sequence.namespace)
+        _, length, coming = self._longest(wanted, sequence.namespace)
+        if coming >= length + _WORTH_WAITING:
+            return False
+        sequence.id = self._free.pop()
+        sequence.num_fed = self._load(sequence.id, wanted, sequence.namespace, length + _WORTH_LOADING)
+        if not sequence.num_fed:
+            source, sequence.num_fed, _ = self._longest(wanted, sequence.namespace)
+            if sequence.num_fed:
+                self._model.copy(source, sequence.id, 0, sequence.num_fed)
+        if not sequence.is_accepted:
+            sequence.is_accepted = True
+            self._out.append((sequence.job.id, Step(num_cached=sequence.num_fed)))
+        return True
+
+    def _longest(self, wanted: Tokens, namespace: str) -> tuple[int, int, int]:
+        """Return the sequence with the longest head in the cache, how long it is, and how long it will soon be."""
+        source, length = self._retained.longest(wanted, namespace)
         coming = 0
         for other in self._running:
-            if other.namespace == sequence.namespace:
+            if other.namespace == namespace:
                 shared = shared_head(other.head, wanted)
                 coming = max(coming, shared)
                 if min(shared, other.num_fed) > length:
                     source, length = other.id, min(shared, other.num_fed)
-        if coming >= length + _WORTH_WAITING:
-            return False
-        sequence.id = self._free.pop()
-        loaded = self._load(sequence.id, wanted, sequence.namespace, length + _WORTH_LOADING)
-        if loaded:
-            length = loaded
-        elif length:
-            self._model.copy(source, sequence.id, 0, length)
-        sequence.num_fed = length
-        if not sequence.is_accepted:
-            sequence.is_accepted = True
-            self._out.append((sequence.job.id, Step(num_cached=length)))
-        return True
+        return source, length, coming
 
     def _recall(self, sequence: _Sequence) -> int:
         """Take the rows that are known; return the number of tokens before the first whose row has to be computed."""
@@ -470,7 +474,7 @@ class Scheduler:
         if sequence.pending:
             return
         if sequence.is_read and sequence.healing:
-            sequence.rows[sequence.path] = rows[-1].copy()
+            self._remember(sequence, len(sequence.tokens), rows[-1])
         self._decide(sequence, rows[len(rows) - len(draft) - 1 :], draft)
 
     def _remember(self, sequence: _Sequence, num: int, row: Row) -> None:
@@ -478,6 +482,15 @@ class Scheduler:
         row = self._known.put(sequence.tokens[:num], row, sequence.namespace)
         if sequence.healing and num >= sequence.num_kept:
             sequence.rows[tuple(sequence.tokens[sequence.num_kept : num])] = row
+
+    def _row(self, sequence: _Sequence, path: tuple[int, ...]) -> Row | None:
+        """Return the row behind a path from the seam, if it is known."""
+        row = sequence.rows.get(path)
+        if row is None:
+            row = self._known.get([*sequence.tokens[: sequence.num_kept], *path], sequence.namespace)
+            if row is not None:
+                sequence.rows[path] = row
+        return row
 
     def _decide(self, sequence: _Sequence, rows: Iterable[Row], draft: list[int]) -> None:
         """Act when nothing is left to feed: `rows` follow the last token and each token of a draft."""
@@ -576,7 +589,7 @@ class Scheduler:
         """Choose freely for as long as the choices agree with the heal bytes; condition where they do not."""
         job, heal = sequence.job, sequence.job.prompt.heal
         kept = sequence.tokens[: sequence.num_kept]
-        while (row := sequence.rows.get(sequence.path)) is not None:
+        while (row := self._row(sequence, sequence.path)) is not None:
             done = self._bytes(sequence.path)
             token = sequence.sampler.choose(
                 row,
@@ -617,8 +630,9 @@ class Scheduler:
 
         known, unknown = [], []
         for inner in self._seam.inners(kept, job.prompt.floor, job.prompt.heal, sequence.spelling):
+            is_known = all(self._row(sequence, inner.ids[:num]) is not None for num in range(len(inner.ids) + 1))
             bound = joint(inner.ids)
-            if inner.ids not in sequence.rows:
+            if not is_known:
                 unknown.append((bound, inner))
                 continue
             offset = job.prompt.origin + len(job.prompt.heal) - len(inner.rest)
@@ -650,7 +664,8 @@ class Scheduler:
         """Keep the rows of a branch and give its copy back; choose, if it was the last."""
         sequence, ids = branch.owner, branch.inner.ids
         for num, row in enumerate(rows, branch.num_shared + 1):
-            sequence.rows[ids[:num]] = row.copy()
+            kept = [*sequence.tokens[: sequence.num_kept], *ids[:num]]
+            sequence.rows[ids[:num]] = self._known.put(kept, row, sequence.namespace)
         sequence.branches.remove(branch)
         self._forget_branch(branch)
         if not sequence.branches:
@@ -663,7 +678,7 @@ class Scheduler:
         tokens = [Token(id, self._pieces[id]) for id in path]
         if overhangs and path[:-1] in sequence.rows:
             tokens[-1] = self._token(sequence, sequence.rows[path[:-1]], path[-1])
-        row = sequence.rows.get(path)
+        row = self._row(sequence, path)
         self._retail(sequence, path)
         sequence.healing = False
         sequence.rows = {}
@@ -739,13 +754,18 @@ class Scheduler:
         state = self._spill.get(name) if length >= least else None
         if state is None:
             return 0
-        try:
-            self._num_logged += self._model.load(id, state)
-        except RuntimeError:
-            self._model.forget(id, 0)  # No room: it has to be computed, piece by piece.
-            return 0
-        self._bury(id, length)
-        return length
+        num_running = sum(sequence.num_fed for sequence in self._running)
+        for room in (None, self._model.num_cells - num_running - wanted.size - _MAX_LOG, 0):
+            if room is not None:
+                self._compact(max(0, min(room, _MAX_RETAINED)))
+            try:
+                self._num_logged += self._model.load(id, state)
+            except RuntimeError:
+                self._model.forget(id, 0)
+            else:
+                self._bury(id, length)
+                return length
+        return 0
 
     def _make_room(self) -> None:
         """Free cells: the older half of what is retained, else the Job that began last, which goes on later."""
