@@ -7,14 +7,17 @@ format.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from legato.admission import Claim
 from legato.errors import InvalidField, UnsupportedFeature
+from legato.loops import Cycle
 from legato.models import Model
 from legato.prompting import render
 from legato.text import Assembler, Utf8
@@ -38,7 +41,7 @@ from legato.types import (
     Usage,
 )
 
-__all__ = ["Event", "Report", "Run", "collect", "plan", "total_usage"]
+__all__ = ["Event", "Report", "Run", "choose_best", "collect", "plan", "total_usage"]
 
 Event = Accepted | Delta | Finished
 
@@ -67,7 +70,8 @@ class Run:
     request: CompletionRequest
     model: Model
     jobs: tuple[Job, ...]
-    """Prompt by prompt, `num_choices` each: a Job's place here is its choice's index."""
+    """Prompt by prompt, `num_drawn` each: a Job's place here is its choice's index."""
+    num_drawn: int
     report: Report
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -95,7 +99,10 @@ class Run:
             stops=self._stops(),
             before=prefix if self._joins_stops() else "",
             offset=len(prefix),
+            min_tokens=job.min_tokens,
         )
+        cycle = Cycle(job.prompt.ids[job.prompt.floor :]) if request.stops.at_cycle else None
+        shown: list[TextToken] = []
         num_cached = num_drafted = 0
         reason: FinishReason = "stop"
         timely = self._steps(job, claim)
@@ -106,7 +113,7 @@ class Run:
                 num_cached += step.num_cached
                 num_drafted += step.num_drafted
                 if not step.tokens and not step.prompt and step.finish is None:
-                    yield Accepted(choice)
+                    yield Accepted(choice, self._prompt_ids(job.prompt))
                     if request.output.echo and not job.score_prompt:
                         yield Delta(choice, prefix)
                     continue
@@ -115,27 +122,42 @@ class Run:
                 for token in step.tokens:
                     released, tokens = text.feed(token)
                     if released or tokens:
-                        yield Delta(choice, released, self._shown(tokens))
+                        shown += tokens
+                        yield self._delta(choice, released, tokens)
                     if text.matched is not None:
                         break
-                if text.matched is not None:
+                    if cycle is not None and cycle.feed(token.id):
+                        reason = "repetition"
+                        break
+                if text.matched is not None or reason == "repetition":
                     break
                 if step.finish is not None:
                     reason = step.finish
         released, tokens = text.flush()
         if released or tokens:
-            yield Delta(choice, released, self._shown(tokens))
+            shown += tokens
+            yield self._delta(choice, released, tokens)
         usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted)
         matched = text.matched if text.matched in request.stops.strings else None
-        yield Finished(choice, reason, matched, usage)
+        yield Finished(choice, reason, matched, usage, _mean_logprob(shown))
 
     async def _steps(self, job: Job, claim: Claim) -> AsyncGenerator[Step, None]:
         async with claim.place(), aclosing(self.model.engine.generate(job)) as steps:
             async for step in steps:
                 yield step
 
-    def _shown(self, tokens: tuple[TextToken, ...]) -> tuple[TextToken, ...]:
-        return tokens if self.request.output.logprobs is not None else ()
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        return (*prompt.ids, *prompt.tail) if self.request.output.token_ids else ()
+
+    def _delta(self, choice: int, text: str, tokens: tuple[TextToken, ...]) -> Delta:
+        """Show of an answer's tokens what was asked for."""
+        output = self.request.output
+        return Delta(
+            choice,
+            text,
+            tokens if output.logprobs is not None else (),
+            tuple(token.id for token in tokens) if output.token_ids else (),
+        )
 
     def _joins_stops(self) -> bool:
         """Whether a stop may begin before the seam."""
@@ -205,15 +227,10 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     Raises:
         RequestError: the request cannot be run by this model.
     """
-    engine, output = model.engine, request.output
-    if output.logprobs is not None and not engine.capabilities.logprobs:
-        raise UnsupportedFeature(f"`logprobs` is not something that model `{model.name}` can report", param="logprobs")
-    vocab_size = len(engine.tokenizer.pieces)
-    for id in request.sampling.logit_bias:
-        if not 0 <= id < vocab_size:
-            raise InvalidField(
-                f"`logit_bias` names token id {id}; this model's ids run from 0 to {vocab_size - 1}", param="logit_bias"
-            )
+    engine = model.engine
+    _check_capabilities(request, model)
+    _check_ids("logit_bias", request.sampling.logit_bias, model)
+    _check_ids("stop_token_ids", request.stops.token_ids, model)
     is_plain = isinstance(request.source, Text) and request.source.instructions is None
     if _scores_prompt(request) and not is_plain:
         raise UnsupportedFeature(
@@ -224,6 +241,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     reference = tuple(engine.tokenizer.encode(request.prediction.encode(), special=False))
     seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(32)
     sampling = _settle(request.sampling, seed)
+    num_drawn = request.num_drawn or request.num_choices
     jobs = []
     clipped = False
     for prompt in prompts:
@@ -231,8 +249,14 @@ def plan(request: CompletionRequest, model: Model) -> Run:
         wanted = request.max_tokens
         if wanted is None:
             wanted = room if isinstance(request.source, Chat) else DEFAULT_MAX_TOKENS
+        if request.stops.min_tokens > wanted:
+            raise InvalidField(
+                f"`min_tokens` must be at most `max_tokens`, got {request.stops.min_tokens} and {wanted}"
+                f"{'' if request.max_tokens is not None else ', its default here'}",
+                param="min_tokens",
+            )
         clipped = clipped or (request.max_tokens or 0) > room
-        for choice in range(request.num_choices):
+        for choice in range(num_drawn):
             jobs.append(_job(request, prompt, choice, min(wanted, room), sampling, reference))
     report = Report(
         seed=seed,
@@ -240,7 +264,27 @@ def plan(request: CompletionRequest, model: Model) -> Run:
         clipped=("max_tokens",) if clipped else (),
         ignored=request.ignored,
     )
-    return Run(request, model, tuple(jobs), report)
+    return Run(request, model, tuple(jobs), num_drawn, report)
+
+
+def _check_capabilities(request: CompletionRequest, model: Model) -> None:
+    can, stops = model.engine.capabilities, request.stops
+    for name, is_asked, is_possible in (
+        ("logprobs", request.output.logprobs is not None, can.logprobs),
+        ("best_of", request.num_drawn is not None, can.logprobs),
+        ("min_tokens", stops.min_tokens > 0, can.ends),
+        ("ignore_eos", stops.ignore_end, can.ends),
+        ("stop_token_ids", bool(stops.token_ids), can.ends),
+    ):
+        if is_asked and not is_possible:
+            raise UnsupportedFeature(f"`{name}` is not something that the engine of `{model.name}` can do", param=name)
+
+
+def _check_ids(name: str, ids: Iterable[int], model: Model) -> None:
+    last = len(model.engine.tokenizer.pieces) - 1
+    for id in ids:
+        if not 0 <= id <= last:
+            raise InvalidField(f"`{name}` names token id {id}; this model's ids run from 0 to {last}", param=name)
 
 
 def _job(
@@ -258,7 +302,10 @@ def _job(
         max_tokens=max_tokens,
         sampling=sampling,
         canonical=request.seam.canonical,
-        logprobs=request.output.logprobs,
+        min_tokens=min(request.stops.min_tokens, max_tokens),
+        ignore_end=request.stops.ignore_end,
+        stop_ids=request.stops.token_ids,
+        logprobs=0 if request.output.logprobs is None and request.num_drawn else request.output.logprobs,
         score_prompt=_scores_prompt(request),
         reference=reference,
         deterministic=request.deterministic,
@@ -313,31 +360,62 @@ def _prompt_tokens(tokens: Sequence[Token], prefix: str) -> tuple[TextToken, ...
         text = utf8.feed(token.data)
         if index == 0 and not prefix.startswith(text):
             text = ""
-        shown.append(TextToken(text, token.data, offset, token.logprob, token.top))
+        shown.append(TextToken(token.id, text, token.data, offset, token.logprob, token.top))
         offset += len(text)
     return tuple(shown)
 
 
+def _mean_logprob(tokens: Sequence[TextToken]) -> float | None:
+    logprobs = [token.logprob for token in tokens if token.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else None
+
+
 async def collect(events: AsyncIterator[Event]) -> tuple[Answer, ...]:
     """Fold a stream into whole choices, by index."""
-    texts: dict[int, list[str]] = {}
-    tokens: dict[int, list[TextToken]] = {}
+    prompts: dict[int, tuple[int, ...]] = {}
+    deltas: defaultdict[int, list[Delta]] = defaultdict(list)
     answers = {}
     async for event in events:
         match event:
-            case Delta(choice, text, some):
-                texts.setdefault(choice, []).append(text)
-                tokens.setdefault(choice, []).extend(some)
-            case Finished(choice, reason, _, usage):
+            case Accepted(choice, prompt_ids):
+                prompts[choice] = prompt_ids
+            case Delta(choice):
+                deltas[choice].append(event)
+            case Finished(choice, reason, _, usage, mean_logprob):
                 answers[choice] = Answer(
-                    choice, "".join(texts.get(choice, [])), tuple(tokens.get(choice, [])), reason, usage
+                    choice,
+                    text="".join(delta.text for delta in deltas[choice]),
+                    tokens=tuple(token for delta in deltas[choice] for token in delta.tokens),
+                    reason=reason,
+                    usage=usage,
+                    mean_logprob=mean_logprob,
+                    prompt_ids=prompts.get(choice, ()),
+                    token_ids=tuple(id for delta in deltas[choice] for id in delta.token_ids),
                 )
     return tuple(answers[choice] for choice in sorted(answers))
 
 
-def total_usage(usages: Sequence[Usage], num_choices: int) -> Usage:
+def choose_best(answers: Sequence[Answer], num_drawn: int, num_choices: int) -> tuple[Answer, ...]:
+    """Keep of each prompt's answers the likeliest per token, the likeliest first; their places are their new indices.
+
+    An answer without tokens comes last. Where as many are drawn as are kept, all stay as they are.
+    """
+    if num_drawn == num_choices:
+        return tuple(answers)
+    kept: list[Answer] = []
+    for first in range(0, len(answers), num_drawn):
+        drawn = answers[first : first + num_drawn]
+        kept += sorted(drawn, key=_unlikeliness)[:num_choices]
+    return tuple(replace(answer, choice=index) for index, answer in enumerate(kept))
+
+
+def _unlikeliness(answer: Answer) -> float:
+    return math.inf if answer.mean_logprob is None else -answer.mean_logprob
+
+
+def total_usage(usages: Sequence[Usage], num_drawn: int) -> Usage:
     """Sum up usage over choices, by index; a prompt counts once, however many choices it has."""
-    firsts = usages[::num_choices]
+    firsts = usages[::num_drawn]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
         completion_tokens=sum(usage.completion_tokens for usage in usages),

@@ -146,13 +146,12 @@ class _Renderer:
         kept, heal = self._seam.split(ids, 0) if self._options.heal else (len(ids), b"")
         layout = [marks.prefix, *ids[:kept], marks.suffix, *self._plain(infill.suffix), marks.middle]
         scaffold = self._started(layout)
-        num_tokens = len(scaffold) + len(ids) - kept
         return self._checked(
             Prompt(
                 ids=tuple(scaffold),
+                tail=tuple(ids[kept:]),
                 heal=heal,
                 origin=len(infill.prefix.encode()) - len(heal),
-                num_tokens=num_tokens,
                 floor=len(scaffold),
                 prefix=infill.prefix,
             )
@@ -168,7 +167,7 @@ class _Renderer:
             if kept == 0:  # Nothing to predict the first token from: it is kept as it is.
                 kept, heal = 1, heal[len(pieces[every[0]]) :]
         origin = sum(len(pieces[id]) for id in every[:kept])
-        return self._checked(Prompt(tuple(every[:kept]), heal, origin, len(every), len(scaffold), prefix))
+        return self._checked(Prompt(tuple(every[:kept]), tuple(every[kept:]), heal, origin, len(scaffold), prefix))
 
     def _checked(self, prompt: Prompt) -> Prompt:
         limit = self._profile.context_length

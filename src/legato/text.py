@@ -19,6 +19,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from legato.errors import GenerationFailed
 from legato.types import TextToken, Token
@@ -79,15 +80,15 @@ class Stop:
         self._num_before = len(self._held)
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Return the text that can no longer become part of a stop."""
+    def feed(self, text: str, *, can_end: bool = True) -> str:
+        """Return the text that can no longer become part of a stop. Unless `can_end`, no stop completes in `text`."""
         if self.matched is not None or not text:
             return ""
         if not self._stops:
             return text
         scanned = len(self._held)
         self._held += text
-        start = self._find(scanned)
+        start = self._find(scanned) if can_end else None
         if start is not None:
             released = self._held[self._num_before : start]
             self._held = ""
@@ -121,16 +122,20 @@ class Stop:
 class Assembler:
     """Runs the three stages over one answer, and carries each token to the place where its text comes out.
 
-    `offset` is where the answer begins, in characters from the beginning of the text that it joins.
+    `offset` is where the answer begins, in characters from the beginning of the text that it joins. No stop completes
+    in the text of the first `min_tokens` tokens.
     """
 
-    def __init__(self, *, heal: bytes = b"", stops: Sequence[str] = (), before: str = "", offset: int = 0) -> None:
+    def __init__(
+        self, *, heal: bytes = b"", stops: Sequence[str] = (), before: str = "", offset: int = 0, min_tokens: int = 0
+    ) -> None:
         self._heal = Heal(heal)
         self._utf8 = Utf8()
         self._stop = Stop(stops, before)
         self._waiting: deque[TextToken] = deque()
         self._decoded = offset
         self._released = offset
+        self._min_tokens = min_tokens
         self.num_tokens = 0
         """Tokens fed so far that have bytes after the seam."""
 
@@ -148,9 +153,9 @@ class Assembler:
             return "", ()
         self.num_tokens += 1
         text = self._utf8.feed(data)
-        self._waiting.append(TextToken(text, data, self._decoded, token.logprob, token.top))
+        self._waiting.append(TextToken(token.id, text, data, self._decoded, token.logprob, token.top))
         self._decoded += len(text)
-        released = self._stop.feed(text)
+        released = self._stop.feed(text, can_end=self.num_tokens > self._min_tokens)
         self._released += len(released)
         return released, self._release()
 
@@ -172,9 +177,7 @@ class Assembler:
             if token.offset >= self._released or (end > self._released and self.matched is None):
                 break
             if end > self._released:
-                token = TextToken(
-                    token.text[: self._released - token.offset], token.data, token.offset, token.logprob, token.top
-                )
+                token = replace(token, text=token.text[: self._released - token.offset])
             tokens.append(token)
             self._waiting.popleft()
         return tuple(tokens)

@@ -40,7 +40,7 @@ __all__ = [
     "Usage",
 ]
 
-FinishReason = Literal["stop", "length", "error", "cancelled"]
+FinishReason = Literal["stop", "length", "repetition", "error", "cancelled"]
 
 
 class Tokenizer(Protocol):
@@ -138,11 +138,19 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Texts that end the answer and are not shown."""
+    """What ends the answer before its limit. Nothing of it is shown."""
 
     strings: tuple[str, ...] = ()
     across_seam: bool | None = None
-    """Whether a stop may begin before the seam; None: on a marked prefix, yes; on a raw prompt, no."""
+    """Whether a string may begin before the seam; None: on a marked prefix, yes; on a raw prompt, no."""
+    token_ids: tuple[int, ...] = ()
+    """Ids that end the answer, beside the model's own."""
+    min_tokens: int = 0
+    """Before so many tokens neither a string nor an id ends the answer."""
+    ignore_end: bool = False
+    """Whether the model's own end is never chosen."""
+    at_cycle: bool = False
+    """Whether the answer ends where its tokens only repeat themselves (`loops`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,7 @@ class Output:
     echo: bool = False
     logprobs: int | None = None
     """Number of alternatives to report beside each token's log-probability; None: report none at all."""
+    token_ids: bool = False
     report: bool = False
 
 
@@ -174,6 +183,8 @@ class CompletionRequest:
     sampling: SamplingOptions = SamplingOptions()
     max_tokens: int | None = None
     num_choices: int = 1
+    num_drawn: int | None = None
+    """Choices to write for each prompt, of which the `num_choices` likeliest are returned; None: no more than those."""
     stops: Stops = Stops()
     seam: SeamOptions = SeamOptions()
     output: Output = Output()
@@ -201,16 +212,21 @@ class Prompt:
 
     ids: tuple[int, ...]
     """Kept tokens: what the engine reads as it is."""
+    tail: tuple[int, ...]
+    """The tokens that were cut off behind them."""
     heal: bytes
     """Bytes after the kept tokens that the engine must write first; they are the end of `prefix`."""
     origin: int
     """Byte offset of the end of `ids` in the rendered text."""
-    num_tokens: int
-    """Tokens of the whole rendered text, for usage."""
     floor: int
     """The first `floor` ids are scaffold: no token of the text may be merged with them."""
     prefix: str
     """The text that the answer joins: the raw prompt, or the assistant's text so far."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole rendered text, for usage."""
+        return len(self.ids) + len(self.tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +255,9 @@ class Job:
     max_tokens: int
     sampling: Sampling
     canonical: bool = True
+    min_tokens: int = 0
+    ignore_end: bool = False
+    stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     score_prompt: bool = False
     reference: tuple[int, ...] = ()
@@ -264,9 +283,15 @@ class Job:
         sampling = values.pop("sampling")
         bias = {int(key): value for key, value in sampling.pop("logit_bias").items()}
         return cls(
-            prompt=replace(Prompt(**prompt), ids=tuple(prompt["ids"]), heal=bytes.fromhex(prompt["heal"])),
+            prompt=replace(
+                Prompt(**prompt),
+                ids=tuple(prompt["ids"]),
+                tail=tuple(prompt["tail"]),
+                heal=bytes.fromhex(prompt["heal"]),
+            ),
             sampling=Sampling(**sampling, logit_bias=bias),
             reference=tuple(values.pop("reference")),
+            stop_ids=tuple(values.pop("stop_ids")),
             **values,
         )
 
@@ -279,6 +304,8 @@ class Capabilities:
     score_prompt: bool
     seam: bool
     """Heal bytes, canonical sampling and keyed noise."""
+    ends: bool
+    """`min_tokens`, `ignore_end` and `stop_ids`."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,6 +351,7 @@ class Step:
 class TextToken:
     """A token as its choice's text shows it: cut at the seam and at a stop together with its bytes."""
 
+    id: int
     text: str
     data: bytes
     offset: int
@@ -348,6 +376,8 @@ class Accepted:
     """An engine has taken a choice's Job: from here on the request is answered, not refused."""
 
     choice: int
+    prompt_ids: tuple[int, ...] = ()
+    """The tokens of the whole rendered text, if ids were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +387,9 @@ class Delta:
     choice: int
     text: str
     tokens: tuple[TextToken, ...] = ()
+    """If scores were asked for; also those of a scored prompt."""
+    token_ids: tuple[int, ...] = ()
+    """If ids were asked for; of the answer alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +401,8 @@ class Finished:
     matched: str | None
     """The stop that ended it; None if none did."""
     usage: Usage
+    mean_logprob: float | None = None
+    """Of the answer's tokens; None if there are none or they were not scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,3 +414,6 @@ class Answer:
     tokens: tuple[TextToken, ...]
     reason: FinishReason
     usage: Usage
+    mean_logprob: float | None = None
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()

@@ -19,6 +19,7 @@ NAMES = [
     "max_completion_tokens", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "logprobs",
     "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "response_format", "seam", "canonical", "tools",
     "stop_across_seam", "report", "continue_final_message", "add_generation_prompt", "top_logprobs", "tool_choice",
+    "min_tokens", "ignore_eos", "stop_token_ids", "return_token_ids", "detect_loops",
     "role", "content", "name", "prefix", "partial", "reasoning_content", "tool_calls", "tool_call_id", "type", "text",
     "include_usage", "function", "arguments", "5", "",
 ]  # fmt: skip
@@ -84,6 +85,11 @@ PLAUSIBLE = st.fixed_dictionaries(
         "stop_across_seam": st.booleans(),
         "report": st.booleans(),
         "seam": st.sampled_from(["heal", "none"]),
+        "min_tokens": st.integers(0, 30),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.lists(st.integers(-1, 300), max_size=34),
+        "return_token_ids": st.booleans(),
+        "detect_loops": st.booleans(),
     },
 )
 BODIES = st.one_of(

@@ -248,6 +248,11 @@ WRONG: dict[str, list[Any]] = {
     "seam": ["off", True, []],
     "canonical": ["true", 1],
     "stop_across_seam": ["true", 1],
+    "min_tokens": ["1", True, -1, 1.5, 5],
+    "ignore_eos": ["true", 1],
+    "stop_token_ids": [5, "x", ["5"], [True], [-1], [1.5], [99_999_999], [2**64], [5] * 33],
+    "return_token_ids": ["true", 1],
+    "detect_loops": ["true", 1],
     "report": ["true", 1],
 }
 WRONG_COMPLETIONS: dict[str, list[Any]] = {

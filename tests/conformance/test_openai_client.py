@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -196,6 +201,102 @@ def test_a_retrying_client_does_not_repeat_mistakes_and_repeats_when_there_is_no
         assert asked == []
         assert client.completions.create(model="m", prompt="x").choices[0].text == "ok"
         assert len(asked) == 2
+
+
+@contextmanager
+def counting(url: str, max_retries: int = 2) -> Iterator[tuple[openai.OpenAI, list[str]]]:
+    """A client that retries, and the paths that it has asked for."""
+    asked: list[str] = []
+    http = openai.DefaultHttpxClient(event_hooks={"request": [lambda request: asked.append(request.url.path)]})
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=max_retries, http_client=http) as client:
+        yield client, asked
+
+
+@contextmanager
+def cut_after(served: Served, sign: bytes) -> Iterator[str]:
+    """A way to the server that is cut, without a word, as soon as `sign` has passed."""
+    host, port = served.url.removeprefix("http://").split(":")
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        seen = b""
+        with suppress(OSError):
+            while sign not in seen and (data := source.recv(65536)):
+                seen += data
+                target.sendall(data)
+            for end in (source, target):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def relay() -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                with near, socket.create_connection((host, int(port))) as far:
+                    sending = threading.Thread(target=pump, args=[near, far])
+                    sending.start()
+                    pump(far, near)
+                    sending.join(10)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=relay)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+
+
+def read_into(texts: list[str], client: openai.OpenAI) -> None:
+    """Stream an answer."""
+    for chunk in client.completions.create(model="m", prompt="x", stream=True):
+        texts.append(chunk.choices[0].text)
+
+
+def test_c060_a_mistake_is_asked_once() -> None:
+    with serve_script([b"ok"]) as served, counting(served.url) as (client, asked):
+        mistakes: list[dict[str, Any]] = [{"max_tokens": -1}, {"stop": ""}, {"stream": True, "n": 99}]
+        for fields in mistakes:
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(**{"model": "m", "prompt": "x", **fields})
+        assert len(asked) == 3
+
+
+@pytest.mark.parametrize(("max_waiting", "error"), [(0, openai.RateLimitError), (9, openai.InternalServerError)])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_c060_no_place_is_asked_for_again_after_the_time_that_we_say(
+    max_waiting: int, error: type[openai.APIStatusError], streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(sleep=waits.append, time=time.time))
+    admission = Admission(max_running=1, max_waiting=max_waiting, max_wait_s=0.05)
+    with serve_script([Pause(30)], admission=admission) as served, counting(served.url) as (client, asked):
+        with served.client() as other, other.completions.create(model="m", prompt="x", stream=True):
+            with pytest.raises(error) as caught:
+                client.completions.create(model="m", prompt="x", stream=streamed)
+            assert len(asked) == 3
+            assert waits == [int(caught.value.response.headers["retry-after"])] * 2
+            assert caught.value.status_code == (429 if error is openai.RateLimitError else 503)
+        assert eventually(lambda: is_idle(served))
+
+
+def test_c060_a_stream_that_fails_is_not_begun_again() -> None:
+    with serve_script([b"some ", b"text", Fault()]) as served, counting(served.url) as (client, asked):
+        texts: list[str] = []
+        with pytest.raises(openai.APIError):
+            read_into(texts, client)
+        assert ("".join(texts), len(asked)) == ("some text", 1)
+
+
+def test_c060_a_stream_that_is_cut_off_is_not_begun_again() -> None:
+    with (
+        serve_script([b"some ", b"text", Pause(0.2), b" never seen"]) as served,
+        cut_after(served, b'"text":"t"') as url,
+        counting(url) as (client, asked),
+    ):
+        texts: list[str] = []
+        with pytest.raises(openai.APIConnectionError):
+            read_into(texts, client)
+        assert "some t".startswith("".join(texts))
+        assert len(asked) == 1
+        assert eventually(lambda: is_idle(served))
 
 
 def test_extra_fields_continue_echo_and_report(small: Served, client: openai.OpenAI) -> None:

@@ -127,6 +127,30 @@ def test_a_killed_worker_is_not_noticed(number: signal.Signals) -> None:
     asyncio.run(check())
 
 
+def test_a_killed_worker_does_not_forget_the_least_number_of_tokens() -> None:
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            bias = dict.fromkeys(engine.tokenizer.end_ids, 100.0)
+            plain = job_for(engine, "The capital of Fran", max_tokens=40)
+            sampling = dataclasses.replace(plain.sampling, logit_bias=bias)
+            job = dataclasses.replace(plain, min_tokens=24, sampling=sampling)
+            quiet = data_of(await steps_of(engine, job))
+            steps = []
+            async for step in engine.generate(dataclasses.replace(job, id="again")):
+                steps.append(step)
+                if len(steps) == 6:
+                    assert engine.worker_pid is not None
+                    os.kill(engine.worker_pid, signal.SIGKILL)
+            assert engine.num_restarts == 1
+            assert data_of(steps) == quiet
+            assert steps[-1].finish == "stop"
+            last = [token for step in steps for token in step.tokens][-24:]
+            assert len(b"".join(token.data for token in last)) >= len(quiet) - len(job.prompt.heal)
+
+    asyncio.run(check())
+
+
 def test_a_job_that_kills_the_worker_twice_ends_alone() -> None:
     async def check() -> None:
         async with started("llamacpp") as engine:

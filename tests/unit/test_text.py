@@ -136,6 +136,22 @@ def test_c032_tokens_are_cut_with_their_text(text: str, stop: str, cuts: list[in
         at += len(token.text)
 
 
+@given(MIXED, st.lists(st.integers(0, 200)), st.integers(0, 8))
+def test_a_stop_does_not_complete_in_the_first_tokens(text: str, cuts: list[int], min_tokens: int) -> None:
+    chunks = split(text.encode(), cuts)
+    num_bytes = sum(map(len, chunks[:min_tokens]))
+    early = len(text.encode()[:num_bytes].decode("utf-8", "ignore"))
+    ends = [at + 2 for at in range(len(text) - 1) if text[at : at + 2] == "ab" and at + 2 > early]
+    shown, _, assembler = run(chunks, stops=["ab"], min_tokens=min_tokens)
+    assert shown == (text[: ends[0] - 2] if ends else text)
+    assert assembler.matched == ("ab" if ends else None)
+
+
+def test_a_stop_may_begin_in_the_first_tokens() -> None:
+    assert run([b"xab", b"a", b"b", b"c"], stops=["ab"], min_tokens=2)[0] == "xab"
+    assert run([b"xab", b"a", b"b", b"c"], stops=["ab"], min_tokens=3)[0] == "xababc"
+
+
 def test_nothing_counts_after_a_match() -> None:
     assembler = Assembler(stops=["b"])
     assembler.feed(Token(1, b"ab"))

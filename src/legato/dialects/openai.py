@@ -85,6 +85,14 @@ class _Common(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     echo: bool = False
     response_format: dict[str, Any] | None = None
+    # vLLM's.
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0)]] | None,
+        Field(max_length=MAX_STOPS, description=f"a list of at most {MAX_STOPS} token ids"),
+    ] = None
+    return_token_ids: bool = False
     # Legato's own.
     seam: Literal["heal", "none"] = "heal"
     canonical: bool = True
@@ -93,10 +101,17 @@ class _Common(Body):
     prediction: _Prediction | None = None
     deterministic: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    detect_loops: bool = False
     report: bool = False
 
     def request(
-        self, source: Source, *, max_tokens: int | None, logprobs: int | None, ignored: Sequence[str]
+        self,
+        source: Source,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        ignored: Sequence[str],
+        num_drawn: int | None = None,
     ) -> CompletionRequest:
         """Return the request, once the route has read its own fields."""
         if self.response_format is not None and self.response_format.get("type") != "text":
@@ -124,13 +139,22 @@ class _Common(Body):
             ),
             max_tokens=max_tokens,
             num_choices=self.n,
-            stops=Stops(_stops(self.stop), self.stop_across_seam),
+            num_drawn=num_drawn,
+            stops=Stops(
+                strings=_stops(self.stop),
+                across_seam=self.stop_across_seam,
+                token_ids=tuple(self.stop_token_ids or ()),
+                min_tokens=self.min_tokens,
+                ignore_end=self.ignore_eos,
+                at_cycle=self.detect_loops,
+            ),
             seam=SeamOptions(heal=self.seam == "heal", canonical=self.canonical and self.seam == "heal"),
             output=Output(
                 stream=self.stream,
                 include_usage=bool(self.stream_options and self.stream_options.include_usage),
                 echo=self.echo,
                 logprobs=logprobs,
+                token_ids=self.return_token_ids,
                 report=self.report,
             ),
             timeout_s=self.timeout_s,
@@ -179,6 +203,19 @@ class _CompletionsBody(_Common):
     best_of: Annotated[int, Field(ge=1, le=16)] | None = None
     instructions: str | None = None
 
+    @property
+    def num_drawn(self) -> int | None:
+        """`best_of`, where it is more than `n`."""
+        if self.best_of is None or self.best_of == self.n:
+            return None
+        if self.best_of < self.n:
+            raise InvalidField(f"`best_of` must be at least `n`, got {self.best_of} and {self.n}", param="best_of")
+        if self.stream:
+            raise InvalidField(
+                f"`best_of` above `n` cannot be streamed, got {self.best_of} and {self.n}", param="best_of"
+            )
+        return self.best_of
+
 
 class CompletionsDialect:
     """`/v1/completions`."""
@@ -196,18 +233,15 @@ class CompletionsDialect:
             if read.instructions is not None:
                 raise InvalidField("`suffix` and `instructions` cannot be used together", param="instructions")
             source = Infill(prompts[0], read.suffix)
-        if len(prompts) * read.n > MAX_CHOICES:
-            raise InvalidField(
-                f"`n` times the number of prompts must be at most {MAX_CHOICES}, got {read.n} times {len(prompts)}",
-                param="n",
-            )
-        ignored = []
-        if read.best_of is not None:
-            if read.best_of < read.n:
-                raise InvalidField(f"`best_of` must be at least `n`, got {read.best_of} and {read.n}", param="best_of")
-            if read.best_of > read.n:
-                ignored.append("best_of")
-        return read.request(source, max_tokens=read.max_tokens, logprobs=read.logprobs, ignored=ignored)
+        num_drawn = read.num_drawn
+        for name, num in (("n", read.n), ("best_of", num_drawn or 0)):
+            if len(prompts) * num > MAX_CHOICES:
+                raise InvalidField(
+                    f"`{name}` times the number of prompts must be at most {MAX_CHOICES}, "
+                    f"got {num} times {len(prompts)}",
+                    param=name,
+                )
+        return read.request(source, max_tokens=read.max_tokens, logprobs=read.logprobs, ignored=(), num_drawn=num_drawn)
 
     def encoder(self, request: CompletionRequest) -> Encoder:
         """Return the writer for one answer."""
@@ -250,16 +284,18 @@ class _CompletionsEncoder:
         return iter(())
 
     def event(self, event: Accepted | Delta | Finished) -> Iterator[bytes]:
-        """A chunk for each piece of text, and one with the finish reason for each end."""
+        """A chunk for the prompt's ids, for each piece of text, and one with the finish reason for each end."""
         match event:
-            case Delta(choice, text, tokens):
-                yield self._chunk(choice, text, tokens, None)
+            case Accepted(choice, prompt_ids) if prompt_ids:
+                yield self._chunk({**self._choice(choice), **_prompt_ids(prompt_ids)})
+            case Delta(choice, text, tokens, token_ids):
+                yield self._chunk(self._choice(choice, text, tokens, token_ids))
             case Finished(choice, reason):
-                yield self._chunk(choice, "", (), reason)
+                yield self._chunk(self._choice(choice, reason=reason))
 
     def end(self, usage: Usage, facts: Facts) -> Iterator[bytes]:
         """Usage, if it was asked for, and the mark of the end."""
-        return _end(self._head, self._choice(0, "", (), None), self._request.output, usage, facts)
+        return _end(self._head, self._choice(0), self._request.output, usage, facts)
 
     def failure(self, error: LegatoError) -> Iterator[bytes]:
         """One event that says what happened, and the mark of the end."""
@@ -267,20 +303,34 @@ class _CompletionsEncoder:
 
     def whole(self, answers: tuple[Answer, ...], usage: Usage, facts: Facts) -> bytes:
         """The body of an answer that is not streamed."""
-        choices = [self._choice(answer.choice, answer.text, answer.tokens, answer.reason) for answer in answers]
+        choices = [
+            {
+                **self._choice(answer.choice, answer.text, answer.tokens, answer.token_ids, answer.reason),
+                **_prompt_ids(answer.prompt_ids),
+            }
+            for answer in answers
+        ]
         return encode_json({**self._head, "choices": choices, "usage": _usage(usage), **_legato(facts)})
 
-    def _chunk(self, choice: int, text: str, tokens: tuple[TextToken, ...], reason: str | None) -> bytes:
+    def _chunk(self, choice: Mapping[str, Any]) -> bytes:
         usage = {"usage": None} if self._request.output.include_usage else {}
-        return encode_event({**self._head, "choices": [self._choice(choice, text, tokens, reason)], **usage})
+        return encode_event({**self._head, "choices": [choice], **usage})
 
-    def _choice(self, choice: int, text: str, tokens: tuple[TextToken, ...], reason: str | None) -> dict[str, Any]:
-        wanted = self._request.output.logprobs is not None
+    def _choice(
+        self,
+        choice: int,
+        text: str = "",
+        tokens: tuple[TextToken, ...] = (),
+        token_ids: tuple[int, ...] = (),
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        output = self._request.output
         return {
             "text": text,
             "index": choice,
-            "logprobs": _completion_logprobs(tokens) if wanted else None,
+            "logprobs": None if output.logprobs is None else _completion_logprobs(tokens),
             "finish_reason": reason,
+            **_token_ids(output, token_ids),
         }
 
 
@@ -476,15 +526,17 @@ class _ChatEncoder:
     def start(self) -> Iterator[bytes]:
         """The role of every choice."""
         for choice in range(self._request.num_choices):
-            yield self._chunk(choice, {"role": "assistant", "content": ""}, (), None)
+            yield self._chunk(self._choice(choice, {"role": "assistant", "content": ""}))
 
     def event(self, event: Accepted | Delta | Finished) -> Iterator[bytes]:
-        """A chunk for each piece of text, and one with the finish reason for each end."""
+        """A chunk for the prompt's ids, for each piece of text, and one with the finish reason for each end."""
         match event:
-            case Delta(choice, text, tokens):
-                yield self._chunk(choice, {"content": text}, tokens, None)
+            case Accepted(choice, prompt_ids) if prompt_ids:
+                yield self._chunk(self._choice(choice, {"content": ""}), **_prompt_ids(prompt_ids))
+            case Delta(choice, text, tokens, token_ids):
+                yield self._chunk(self._choice(choice, {"content": text}, tokens, token_ids))
             case Finished(choice, reason):
-                yield self._chunk(choice, {"content": ""}, (), reason)
+                yield self._chunk(self._choice(choice, {"content": ""}, reason=reason))
 
     def end(self, usage: Usage, facts: Facts) -> Iterator[bytes]:
         """Usage, if it was asked for, and the mark of the end."""
@@ -505,17 +557,28 @@ class _ChatEncoder:
                 "message": {"role": "assistant", "content": answer.text},
                 "logprobs": self._logprobs(answer.tokens),
                 "finish_reason": answer.reason,
+                **_token_ids(self._request.output, answer.token_ids),
             }
             for answer in answers
         ]
-        return encode_json({**self._head, "choices": choices, "usage": _usage(usage), **_legato(facts)})
+        shared = {"usage": _usage(usage), **_prompt_ids(answers[0].prompt_ids), **_legato(facts)}
+        return encode_json({**self._head, "choices": choices, **shared})
 
-    def _chunk(self, choice: int, delta: dict[str, str], tokens: tuple[TextToken, ...], reason: str | None) -> bytes:
-        entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason}
-        if self._request.output.logprobs is not None:
-            entry["logprobs"] = self._logprobs(tokens)
+    def _chunk(self, choice: Mapping[str, Any], **shared: Any) -> bytes:
         usage = {"usage": None} if self._request.output.include_usage else {}
-        return encode_event({**self._head, "object": "chat.completion.chunk", "choices": [entry], **usage})
+        return encode_event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage, **shared})
+
+    def _choice(
+        self,
+        choice: int,
+        delta: Mapping[str, str],
+        tokens: tuple[TextToken, ...] = (),
+        token_ids: tuple[int, ...] = (),
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        output = self._request.output
+        entry = {"index": choice, "delta": delta, "finish_reason": reason, **_token_ids(output, token_ids)}
+        return entry if output.logprobs is None else {**entry, "logprobs": self._logprobs(tokens)}
 
     def _logprobs(self, tokens: tuple[TextToken, ...]) -> dict[str, Any] | None:
         if self._request.output.logprobs is None:
@@ -538,6 +601,14 @@ class _ChatEncoder:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared shapes
+
+
+def _token_ids(output: Output, ids: tuple[int, ...]) -> dict[str, Any]:
+    return {"token_ids": ids} if output.token_ids else {}
+
+
+def _prompt_ids(ids: tuple[int, ...]) -> dict[str, Any]:
+    return {"prompt_token_ids": ids} if ids else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

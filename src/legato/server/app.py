@@ -27,7 +27,7 @@ from legato.dialects.base import Dialect, Encoder, Facts
 from legato.dialects.openai import ChatDialect, CompletionsDialect, encode_openai_error
 from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models, load_models
-from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, collect, plan, total_usage
+from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
 from legato.server.connection import connections
 from legato.server.middleware import Gate, Guarded, PathError
 from legato.server.streaming import send_body, send_stream, while_connected
@@ -141,8 +141,9 @@ class Generation:
                 stream = send_stream(send, _frames(run, encoder, events), encoder.failure, headers)
                 await while_connected(receive, stream)
         else:
-            answers = await while_connected(receive, collect(run.events()))
-            usage = total_usage([answer.usage for answer in answers], request.num_choices)
+            drawn = await while_connected(receive, collect(run.events()))
+            answers = choose_best(drawn, run.num_drawn, request.num_choices)
+            usage = total_usage([answer.usage for answer in drawn], run.num_drawn)
             await send_body(send, encoder.whole(answers, usage, _facts(run, usage)), status=200, headers=headers)
 
 
@@ -151,12 +152,12 @@ async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None
     usages: dict[int, Usage] = {}
     opening = encoder.start()
     async for event in events:
-        if isinstance(event, Delta) and not event.text and not event.tokens:
+        if isinstance(event, Delta) and not (event.text or event.tokens or event.token_ids):
             continue
         if isinstance(event, Finished):
             usages[event.choice] = event.usage
         yield b"".join((*opening, *encoder.event(event)))
-    usage = total_usage([usages[choice] for choice in sorted(usages)], run.request.num_choices)
+    usage = total_usage([usages[choice] for choice in sorted(usages)], run.num_drawn)
     for frame in encoder.end(usage, _facts(run, usage)):
         yield frame
 

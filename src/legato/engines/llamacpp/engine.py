@@ -62,10 +62,12 @@ class _Live:
             job = replace(
                 job,
                 max_tokens=job.max_tokens - written,
+                min_tokens=max(0, job.min_tokens - written),
                 num_resumed=job.num_resumed + len(self.tokens),
                 prompt=replace(
                     prompt,
                     ids=(*prompt.ids, *(token.id for token in self.tokens)),
+                    tail=(),
                     heal=b"",
                     origin=prompt.origin + size,
                 ),
@@ -76,7 +78,7 @@ class _Live:
 class LlamaCppEngine:
     """One GGUF model, run by llama.cpp. Make it with `start`."""
 
-    capabilities = Capabilities(logprobs=True, score_prompt=True, seam=True)
+    capabilities = Capabilities(logprobs=True, score_prompt=True, seam=True, ends=True)
 
     def __init__(self, settings: WorkerSettings, environment: Mapping[str, str]) -> None:
         self._settings = settings

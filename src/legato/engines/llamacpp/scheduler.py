@@ -17,7 +17,8 @@ Rounding. The same token must get the same logits whoever else is there, or L2 f
 grows, through the quantised activations, to tenths of a logit. llama.cpp rounds by the shape of the call, unless it is
 asked for the kernels that do not (`Model.decode`), which read long prompts slower by half and more. So tokens that
 streams write go in exact calls, a prompt in calls of its own, and what was once written is never read: after a crash it
-is fed in exact calls again. Deterministic Jobs read in exact calls too, and share entries only among themselves.
+is fed in exact calls again. Deterministic Jobs read in exact calls too, and share entries only among themselves; so do
+Jobs that score their prompt, or scores would depend on the cells that it lies in.
 
 Flash attention adds up in the order of the cells, so that order must not depend on who else came and went either.
 llama.cpp fills the lowest free cell first; therefore cells are used as a log: what is given up is first buried
@@ -36,7 +37,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -120,6 +121,8 @@ class _Sequence:
     spelling: list[int]
     head: Tokens
     """`tokens` as they were at first."""
+    ends: frozenset[int]
+    """Ids that end the answer if they are chosen behind the seam."""
     id: int = -1
     num_fed: int = 0
     first_wanted: int = 0
@@ -232,13 +235,17 @@ class Scheduler:
         prompt = job.prompt
         spelling = self._seam.encode_after(prompt.ids, prompt.floor, prompt.heal) if prompt.heal else []
         tokens = [*prompt.ids, *spelling]
+        ends = frozenset(job.stop_ids) | (frozenset() if job.ignore_end else self._end_ids)
+        never = dict.fromkeys(self._end_ids - ends, -np.inf)
+        sampling = replace(job.sampling, logit_bias={**job.sampling.logit_bias, **never})
         sequence = _Sequence(
             job=job,
-            sampler=Sampler(job.sampling, choice=job.choice, vocab_size=len(self._pieces)),
+            sampler=Sampler(sampling, choice=job.choice, vocab_size=len(self._pieces)),
             tokens=tokens,
             num_kept=len(prompt.ids),
             spelling=spelling,
             head=np.asarray(tokens, np.int32),
+            ends=ends,
             healing=bool(prompt.heal),
             offset=prompt.origin,
         )
@@ -423,7 +430,7 @@ class Scheduler:
         num = sequence.read_end - sequence.num_fed
         if num >= 2 * _BLOCK:
             num = min(num - _BLOCK, self._batch.capacity if len(reading) == len(self._running) else _BLOCK)
-        return [self._feed(sequence, num)], sequence.job.deterministic
+        return [self._feed(sequence, num)], sequence.job.deterministic or sequence.job.score_prompt
 
     def _feed(self, item: _Sequence | _Branch, num: int) -> _Fed:
         batch = self._batch
@@ -516,13 +523,17 @@ class Scheduler:
         for row, guess in zip(rows, [*draft, -1], strict=True):
             if sequence.job.max_tokens - sequence.num_written <= _KEPT_ROWS:
                 self._remember(sequence, len(sequence.tokens), row)
+            open_row = row
+            if sequence.num_written < sequence.job.min_tokens:
+                open_row = row.copy()
+                open_row[list(sequence.ends)] = -np.inf
             token = sequence.sampler.choose(
-                row,
+                open_row,
                 offset=sequence.offset,
                 counts=sequence.counts,
                 accept=partial(self._is_allowed, sequence, sequence.tokens),
             )
-            if token in self._end_ids:
+            if token in sequence.ends:
                 reason = "stop"
                 break
             sequence.tokens.append(token)
@@ -567,9 +578,9 @@ class Scheduler:
 
     def _is_allowed(self, sequence: _Sequence, context: list[int], token: int) -> bool:
         if token in self._end_ids:
-            return True
+            return sequence.num_written >= sequence.job.min_tokens
         if token in self._banned:
-            return False
+            return token in sequence.ends and not sequence.healing
         return not sequence.job.canonical or self._seam.is_canonical(context, sequence.job.prompt.floor, token)
 
     def _token(self, sequence: _Sequence, row: Row, token: int) -> Token:
