@@ -16,9 +16,10 @@ A Job's life, as the states of its `_Sequence`:
 Rounding. The same token must get the same logits whoever else is there, or L2 fails: a difference in the last bit
 grows, through the quantised activations, to tenths of a logit. llama.cpp rounds by the shape of the call, unless it is
 asked for the kernels that do not (`Model.decode`), which read long prompts slower by half and more. So tokens that
-streams write go in exact calls, a prompt in calls of its own, and what was once written is never read: after a crash it
-is fed in exact calls again. Deterministic Jobs read in exact calls too, and share entries only among themselves; so do
-Jobs that score their prompt, or scores would depend on the cells that it lies in.
+streams write go in exact calls, as do short prompts; a long prompt is read in calls of its own, where attention rounds
+by the cells that it lies in. What was once written is never read: after a crash it is fed in exact calls again.
+Deterministic Jobs read long prompts in exact calls too, and share entries only among themselves. So do Jobs that score
+their prompt, which take no entries at all.
 
 Flash attention adds up in the order of the cells, so that order must not depend on who else came and went either.
 llama.cpp fills the lowest free cell first; therefore cells are used as a log: what is given up is first buried
@@ -60,6 +61,8 @@ _MAX_ROWS = 63
 """Of a call for streams."""
 _BLOCK = 64
 """A prompt is read in calls of at least so many tokens, if it has them: the fewest that the fast kernel takes."""
+_EXACT_PROMPT = 128
+"""Prompts of up to so many tokens are always read exactly: that hardly takes longer."""
 _CALL_COST = 3
 """What a call costs whatever it holds, in rows: so much is saved by a draft that is right."""
 _WORTH_WAITING = 16
@@ -430,7 +433,8 @@ class Scheduler:
         num = sequence.read_end - sequence.num_fed
         if num >= 2 * _BLOCK:
             num = min(num - _BLOCK, self._batch.capacity if len(reading) == len(self._running) else _BLOCK)
-        return [self._feed(sequence, num)], sequence.job.deterministic or sequence.job.score_prompt
+        exact = sequence.read_end <= _EXACT_PROMPT or sequence.job.deterministic or sequence.job.score_prompt
+        return [self._feed(sequence, num)], exact
 
     def _feed(self, item: _Sequence | _Branch, num: int) -> _Fed:
         batch = self._batch
