@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (
             "[models.qwen2.5-coder]\npath = 'x.gguf'",
             "`models.qwen2.5-coder` (legato.toml) is no setting; known: context_length, engine, num_cells, "
-            "num_threads, path; a name with dots needs quotes",
+            "num_threads, path, spill_bytes, spill_dir; a name with dots needs quotes",
         ),
     ],
 )

@@ -55,12 +55,12 @@ from legato.types import FinishReason, Job, ScoredToken, Step, Token
 
 __all__ = ["Scheduler"]
 
-_SHORT = 6
-"""Tokens that one sequence may have in a call with others: those it writes, and its tail at the seam."""
 _MAX_ROWS = 63
-"""Of a call for streams."""
+"""Of an exact call for streams: without a choice of kernels, more would round in another way."""
+_SHORT = 8
+"""Tokens that a sequence may have to be served in every step, like one that writes."""
 _BLOCK = 64
-"""A prompt is read in calls of at least so many tokens, if it has them: the fewest that the fast kernel takes."""
+"""The fewest tokens that the fast kernel takes, and the most of prompts that are read while others write."""
 _EXACT_PROMPT = 128
 """Prompts of up to so many tokens are always read exactly: that hardly takes longer."""
 _CALL_COST = 3
@@ -95,8 +95,8 @@ class _Branch:
     """Ids at its beginning that the owner has been fed, so they come with the copy and their rows are known."""
 
     @property
-    def num_short(self) -> int:
-        """Tokens that wait for a short call."""
+    def num_exact(self) -> int:
+        """Tokens that wait for an exact call."""
         return len(self.inner.ids) - self.num_shared if self.sequence >= 0 else 0
 
 
@@ -158,7 +158,7 @@ class _Sequence:
 
     @property
     def read_end(self) -> int:
-        """The end of what is read in chunks; what stands behind it is fed in short calls.
+        """The end of what may be read in chunks; what stands behind it is fed in exact calls.
 
         That is the seam's tail, which a later cut may feed again, and all that was written before a crash.
         """
@@ -167,14 +167,19 @@ class _Sequence:
         return self.num_kept - 1 - self.job.num_resumed
 
     @property
-    def is_reading(self) -> bool:
-        """Whether the next thing to feed is a chunk of the prompt."""
-        return self.num_fed < self.read_end and self.pending > _SHORT
+    def is_exact(self) -> bool:
+        """Whether all of the prompt is read in exact calls."""
+        return self.read_end <= _EXACT_PROMPT or self.job.deterministic or self.job.score_prompt
 
     @property
-    def num_short(self) -> int:
-        """Tokens that wait for a short call."""
-        return 0 if self.id < 0 or self.branches or self.is_reading else min(self.pending, _SHORT)
+    def is_reading(self) -> bool:
+        """Whether the next thing to feed is a chunk of the prompt, in a call of its own."""
+        return not self.is_exact and self.read_end - self.num_fed >= _BLOCK
+
+    @property
+    def num_exact(self) -> int:
+        """Tokens that wait for exact calls."""
+        return 0 if self.id < 0 or self.branches or self.is_reading else self.pending
 
     @property
     def first_row(self) -> int:
@@ -225,6 +230,8 @@ class Scheduler:
         self._running: list[_Sequence] = []
         self._unserved: deque[_Sequence | _Branch] = deque()
         """Those whose turn in this step is still to come."""
+        self._reading: list[_Sequence] = []
+        """Those that have a part of their prompt read in this step if there is room."""
         self._out: list[tuple[str, Step | GenerationFailed]] = []
         self.num_steps = 0
         self.num_decoded = 0
@@ -297,33 +304,36 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[str, Step | GenerationFailed]]:
-        """Decode a token for every Job that writes, and one chunk of the prompts; return what came of it, by Job id."""
+        """Decode a token for every Job that writes, and some of the prompts; return what came of it, by Job id."""
         self._out = []
         self._admit()
         self._unserved = deque()
+        self._reading = sorted(
+            (sequence for sequence in self._running if sequence.num_exact > _SHORT), key=lambda item: item.num_chunks
+        )
         for sequence in self._running:
-            self._unserved.extend(sequence.branches or [sequence])
-        while self._run(self._fill_short):
+            if sequence.num_exact <= _SHORT:
+                self._unserved.extend(sequence.branches or [sequence])
+        while self._run(self._fill_exact, exact=True):
             pass
-        self._run(self._fill_chunk)
+        self._run(self._fill_chunk, exact=False)
         if self._num_logged > _MAX_LOG:
             self._compact(_MAX_RETAINED)
         return self._out
 
-    def _run(self, fill: Callable[[], tuple[list[_Fed], bool]]) -> bool:
+    def _run(self, fill: Callable[[], list[_Fed]], *, exact: bool) -> bool:
         """Decode what `fill` puts into the batch, and act on the logits. False: it put nothing."""
-        while True:
-            self._batch.clear()
-            fed, exact = fill()
-            if not fed:
-                return False
-            if self._model.decode(self._batch, exact=exact):
-                break
+        self._batch.clear()
+        fed = fill()
+        if not fed:
+            return False
+        if not self._model.decode(self._batch, exact=exact):
             for entry in reversed(fed):
                 if isinstance(entry.item, _Sequence):
                     entry.item.draft = []
                 self._unserved.appendleft(entry.item)
             self._make_room()
+            return True
         self.num_steps += 1
         self.num_decoded += self._batch.num_tokens
         self._num_logged += self._batch.num_tokens
@@ -411,30 +421,37 @@ class Scheduler:
             sequence.first_wanted = end
         return sequence.first_wanted
 
-    def _fill_short(self) -> tuple[list[_Fed], bool]:
-        """Take those that wait for few tokens and were not served in this step: sequences that write or heal."""
-        chosen: list[_Sequence | _Branch] = []
+    def _fill_exact(self) -> list[_Fed]:
+        """Take those that wait for few tokens and were not served in this step, and then parts of prompts."""
+        chosen: list[tuple[_Sequence | _Branch, int]] = []
         num_rows = 0
-        while self._unserved and num_rows + self._unserved[0].num_short <= _MAX_ROWS:
+        while self._unserved and (not chosen or num_rows + self._unserved[0].num_exact <= _MAX_ROWS):
             item = self._unserved.popleft()
-            if item.num_short:
-                chosen.append(item)
-                num_rows += item.num_short
-        self._draft([item for item in chosen if isinstance(item, _Sequence)], _MAX_ROWS - num_rows)
-        return [self._feed(item, item.num_short) for item in chosen], True
+            if item.num_exact:
+                chosen.append((item, min(item.num_exact, _MAX_ROWS)))
+                num_rows += chosen[-1][1]
+        num_rows += self._draft([item for item, _ in chosen if isinstance(item, _Sequence)], _MAX_ROWS - num_rows)
+        room = (_BLOCK if chosen else self._batch.capacity) - num_rows
+        while self._reading and not self._unserved:
+            sequence = self._reading.pop(0)
+            num = min(sequence.num_exact, room)
+            if num > 0:
+                sequence.num_chunks += 1
+                chosen.append((sequence, num))
+                room -= num
+        return [self._feed(item, num) for item, num in chosen]
 
-    def _fill_chunk(self) -> tuple[list[_Fed], bool]:
+    def _fill_chunk(self) -> list[_Fed]:
         """Take a chunk of one prompt: of those that are being read, the one that had the fewest so far."""
         reading = [sequence for sequence in self._running if sequence.is_reading]
         if not reading:
-            return [], False
+            return []
         sequence = min(reading, key=lambda sequence: sequence.num_chunks)
         sequence.num_chunks += 1
         num = sequence.read_end - sequence.num_fed
         if num >= 2 * _BLOCK:
             num = min(num - _BLOCK, self._batch.capacity if len(reading) == len(self._running) else _BLOCK)
-        exact = sequence.read_end <= _EXACT_PROMPT or sequence.job.deterministic or sequence.job.score_prompt
-        return [self._feed(sequence, num)], exact
+        return [self._feed(sequence, num)]
 
     def _feed(self, item: _Sequence | _Branch, num: int) -> _Fed:
         batch = self._batch
@@ -447,13 +464,16 @@ class Scheduler:
         ids = [*item.tokens[item.num_fed : end], *item.draft]
         return _Fed(item, num, batch.add(item.id, item.num_fed, ids, num_wanted=num_rows), num_rows)
 
-    def _draft(self, sequences: list[_Sequence], room: int) -> None:
-        """Give drafts to sequences that write, the likeliest tokens first, as far as each is worth its row."""
+    def _draft(self, sequences: list[_Sequence], room: int) -> int:
+        """Give drafts to sequences that write, the likeliest tokens first, as far as each is worth its row.
+
+        Returns the number of rows given.
+        """
         least = len(sequences) / (len(sequences) + _CALL_COST)
         likeliest: list[tuple[float, int, _Sequence, int]] = []
         for index, sequence in enumerate(sequences):
             sequence.draft = []
-            if not sequence.is_read or sequence.healing or sequence.pending != sequence.num_short:
+            if not sequence.is_read or sequence.healing or sequence.pending > _SHORT:
                 continue
             if sequence.drafter is None:
                 sequence.drafter = Drafter(sequence.job.reference, sequence.tokens)
@@ -467,8 +487,10 @@ class Scheduler:
                 if chance < least or num < 1:
                     break
                 likeliest.append((-chance, index, sequence, token))
-        for _, _, sequence, token in sorted(likeliest, key=lambda entry: entry[:2])[: max(0, room)]:
+        given = sorted(likeliest, key=lambda entry: entry[:2])[: max(0, room)]
+        for _, _, sequence, token in given:
             sequence.draft.append(token)
+        return len(given)
 
     # -- what the logits say ------------------------------------------------------------------------------------------
 
@@ -700,7 +722,7 @@ class Scheduler:
         for token in tokens:
             self._count(sequence, token, is_new=overhangs and token is tokens[-1])
         self._emit(sequence, tuple(tokens), "length" if self._is_at_limit(sequence) else None)
-        if row is not None and not sequence.pending and sequence in self._running:
+        if row is not None and sequence in self._running:
             self._write(sequence, [row], [])
 
     def _retail(self, sequence: _Sequence, tail: tuple[int, ...]) -> None:
