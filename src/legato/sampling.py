@@ -33,7 +33,7 @@ COVERS = 1
 """The noise stream of covers at the seam (`seam.best_cover`)."""
 
 _MASK = (1 << 64) - 1
-_HEAD = np.float32(8.0)
+_HEAD = np.float32(11.0)
 """Candidates within this of the best are scored at once; others only if their noise could lift them so far."""
 _MAX_GUMBEL = -float(np.log(-np.log1p(-(0.5**33))))
 """The largest value of `gumbel`, about 22.9: uniforms are odd multiples of 2 ** -33."""
@@ -70,6 +70,32 @@ def _hash(key: tuple[int, int], ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return bits
 
 
+def _unhash(key: tuple[int, int], bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return the ids whose hashes these are: every step of `_hash` can be undone."""
+    ids = bits ^ (bits >> np.uint32(16))
+    ids *= np.uint32(pow(0x846CA68B, -1, 1 << 32))
+    ids ^= (ids >> np.uint32(15)) ^ (ids >> np.uint32(30))
+    ids *= np.uint32(pow(0x7FEB352D, -1, 1 << 32))
+    ids ^= ids >> np.uint32(16)
+    ids -= np.uint32(key[1])
+    ids ^= ids >> np.uint32(16)
+    ids *= np.uint32(pow(0xC2B2AE35, -1, 1 << 32))
+    ids ^= (ids >> np.uint32(13)) ^ (ids >> np.uint32(26))
+    ids *= np.uint32(pow(0x85EBCA6B, -1, 1 << 32))
+    ids ^= ids >> np.uint32(16)
+    ids -= np.uint32(key[0])
+    ids *= np.uint32(pow(0x9E3779B1, -1, 1 << 32))
+    return ids
+
+
+def _loud(key: tuple[int, int], threshold: int, vocab_size: int) -> Ids:
+    """Return the ids below `vocab_size` whose hash is at least `threshold`, by whichever way is shorter."""
+    if 2**32 - threshold < vocab_size:
+        ids = _unhash(key, np.arange(threshold, 2**32, dtype=np.uint32))
+        return np.sort(ids[ids < vocab_size]).astype(np.int64)
+    return np.flatnonzero(_hash(key, np.arange(vocab_size, dtype=np.uint32)) >= np.uint32(threshold))
+
+
 def uniform(key: tuple[int, int], ids: Ids) -> NDArray[np.float64]:
     """Uniform noise in (0, 1), one value per id: odd multiples of 2 ** -33."""
     return (_hash(key, ids.astype(np.uint32)).astype(np.float64) + 0.5) * 2.0**-32
@@ -91,10 +117,9 @@ def log_softmax(row: Row) -> NDArray[np.float64]:
 class Sampler:
     """One Job's way of choosing. It holds no state between calls."""
 
-    def __init__(self, sampling: Sampling, *, choice: int, vocab_size: int) -> None:
+    def __init__(self, sampling: Sampling, *, choice: int) -> None:
         self._sampling = sampling
         self._choice = choice
-        self._all = np.arange(vocab_size, dtype=np.uint32)
         self._bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self.has_penalties = (
@@ -165,8 +190,8 @@ class Sampler:
         # A token outside the head stands below best - _HEAD: only noise above `needed` could still make it win.
         needed = score - float(best - _HEAD)
         if needed < _MAX_GUMBEL:
-            threshold = np.uint32(min(2.0**32 - 1, max(0.0, np.floor(np.exp(-np.exp(-needed)) * 2.0**32))))
-            ids = np.flatnonzero(_hash(key, self._all) >= threshold)
+            threshold = int(min(2.0**32 - 1, max(0.0, np.floor(np.exp(-np.exp(-needed)) * 2.0**32))))
+            ids = _loud(key, threshold, scores.size)
             if ids.size:
                 noisy = scaled[ids] + gumbel(key, ids)
                 at = int(noisy.argmax())
@@ -181,9 +206,7 @@ class Sampler:
             ids = np.argpartition(scaled, -sampling.top_k)[-sampling.top_k :]
             total = np.exp(scaled[ids] - best).sum(dtype=np.float64)
         else:
-            floor = np.float32(np.log(sampling.min_p)) if sampling.min_p else -_MAX_CUT_SPREAD
-            ids = np.flatnonzero(scaled >= best + floor)
-            total = np.exp(scaled - best).sum(dtype=np.float64)
+            ids, total = self._likely(scaled, best)
         # Ties are ordered by id, so that the cut does not depend on how a partition happened to order them.
         ids = ids[np.lexsort((ids, -scaled[ids]))]
         if sampling.top_p < 1:
@@ -193,8 +216,16 @@ class Sampler:
             ids = ids[scaled[ids] >= best + np.float32(np.log(sampling.min_p))]
         return ids
 
-
-_MAX_CUT_SPREAD = np.float32(40.0)
-"""With top-p alone, tokens less likely than exp(-40) of the best are not looked at: all of them together weigh under
-1e-12.
-"""
+    def _likely(self, scaled: Row, best: np.float32) -> tuple[Ids, float]:
+        """Return ids, all that min-p leaves or enough for top-p, and the sum of all weights."""
+        sampling = self._sampling
+        weights = np.exp(scaled - best)
+        total = float(weights.sum(dtype=np.float64))
+        if sampling.min_p:
+            return np.flatnonzero(scaled >= best + np.float32(np.log(sampling.min_p))), total
+        spread = np.float32(4.0)
+        while True:
+            ids = np.flatnonzero(scaled >= best - spread)
+            if ids.size == scaled.size or weights[ids].sum(dtype=np.float64) > sampling.top_p * total:
+                return ids, total
+            spread *= 2

@@ -78,9 +78,9 @@ _MAX_RETAINED = 4096
 """Tokens of retained sequences that a compaction keeps, shared heads counted once; the most recently used stay."""
 _MAX_BRANCHES = 6
 """Inner paths scored on copies for one Job; the least likely beyond it are left out."""
-_MARGIN = 16.0
-"""When sampling, an inner path is left out if it would need Gumbel noise this far above a cover already found (1 in 9
-million).
+_MARGIN = 10.0
+"""When sampling, an inner path is left out if it would need Gumbel noise this far above a cover already found (1 in
+22,000).
 """
 
 
@@ -250,7 +250,7 @@ class Scheduler:
         sampling = replace(job.sampling, logit_bias={**job.sampling.logit_bias, **never})
         sequence = _Sequence(
             job=job,
-            sampler=Sampler(sampling, choice=job.choice, vocab_size=len(self._pieces)),
+            sampler=Sampler(sampling, choice=job.choice),
             tokens=tokens,
             num_kept=len(prompt.ids),
             spelling=spelling,
