@@ -5,6 +5,7 @@ LegatoError
 │   ├─ MalformedBody 400, UnsupportedMediaType 415, BodyTooLarge 413, BodyTimeout 408
 │   ├─ InvalidField 400, UnsupportedFeature 400, PromptTooLong 400
 │   └─ NotAuthenticated 401, HostNotAllowed 403, ModelNotFound 404, RouteNotFound 404, MethodNotAllowed 405
+│   │  └─ KeyMissing 401
 ├─ CapacityError           try again later
 │   └─ RateLimited 429, Overloaded 503
 ├─ EngineError 500         ours or the engine's fault
@@ -26,6 +27,7 @@ __all__ = [
     "GenerationFailed",
     "HostNotAllowed",
     "InvalidField",
+    "KeyMissing",
     "LegatoError",
     "MalformedBody",
     "MethodNotAllowed",
@@ -108,10 +110,14 @@ class PromptTooLong(RequestError):
 
 
 class NotAuthenticated(RequestError):
-    """The key is missing or wrong."""
+    """The key is wrong."""
 
     status = 401
     code = "invalid_api_key"
+
+
+class KeyMissing(NotAuthenticated):
+    """No key was given."""
 
 
 class HostNotAllowed(RequestError):

@@ -25,6 +25,8 @@ from pydantic import BaseModel
 from legato.cli import group
 from legato.config import Settings, load_settings
 from legato.dialects import openai as dialect
+from legato.dialects.bodies import CommonBody
+from legato.dialects.shapes import error_type
 from legato.errors import CapacityError, ConfigError, LegatoError
 from tests.docs.pages import region
 
@@ -92,7 +94,7 @@ def errors() -> Iterator[Row]:
     """A row for every error: class, code, status, OpenAI's type, when."""
     for kind in _subclasses(LegatoError):
         error = kind("", retry_after_s=1) if issubclass(kind, CapacityError) else kind("")
-        shown = json.loads(dialect.encode_openai_error(error))["error"]["type"]
+        shown = error_type(error)
         is_answer = not issubclass(kind, ConfigError)
         yield (
             f"`{kind.__name__}`",
@@ -184,12 +186,12 @@ def _bounds(value: Mapping[str, Any], is_whole: bool) -> str:
 TABLES: Mapping[str, tuple[Sequence[str], Callable[[], Iterator[Row]]]] = {
     "settings": (("setting", "kind", "default", "environment variable", "meaning"), settings),
     "errors": (("error", "code", "status", "`type`", "when"), errors),
-    "fields of both": (("field", "allowed", "default", "meaning"), body_fields(dialect._Common)),
+    "fields of both": (("field", "allowed", "default", "meaning"), body_fields(CommonBody)),
     "fields of completions": (
         ("field", "allowed", "default", "meaning"),
-        body_fields(dialect._CompletionsBody, dialect._Common),
+        body_fields(dialect._CompletionsBody, CommonBody),
     ),
-    "fields of chat": (("field", "allowed", "default", "meaning"), body_fields(dialect._ChatBody, dialect._Common)),
+    "fields of chat": (("field", "allowed", "default", "meaning"), body_fields(dialect._ChatBody, CommonBody)),
 }
 
 

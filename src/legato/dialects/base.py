@@ -55,8 +55,8 @@ class Dialect(Protocol):
     def encoder(self, request: CompletionRequest) -> Encoder:
         """Return the writer for one answer."""
 
-    def encode_error(self, error: LegatoError) -> bytes:
-        """Write an error's body."""
+    def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
+        """Return an error's status and body."""
 
 
 class Body(BaseModel):

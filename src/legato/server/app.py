@@ -23,8 +23,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, Settings
+from legato.dialects import openai
 from legato.dialects.base import Dialect, Encoder, Facts
-from legato.dialects.openai import ChatDialect, CompletionsDialect, encode_openai_error
+from legato.dialects.shapes import OPENAI
 from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
@@ -76,21 +77,21 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
 
     async def not_found(request: Request, error: Exception) -> Any:
         path = request.scope["path"]
-        return PathError(RouteNotFound(f"there is nothing at `{path}`"), encode_openai_error, {})
+        return PathError(RouteNotFound(f"there is nothing at `{path}`"), OPENAI.encode_error, {})
 
     async def not_allowed(request: Request, error: Exception) -> Any:
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         allowed = headers.get("Allow", "")
         message = f"`{request.scope['path']}` takes {allowed}, got {request.method}"
-        return PathError(MethodNotAllowed(message), encode_openai_error, {"allow": allowed})
+        return PathError(MethodNotAllowed(message), OPENAI.encode_error, {"allow": allowed})
 
     app = Starlette(
         routes=[
-            generation("/v1/completions", CompletionsDialect()),
-            generation("/v1/chat/completions", ChatDialect()),
-            Route("/v1/models", Guarded(gate, encode_openai_error, list_models), methods=["GET"]),
-            Route("/v1/models/{name:path}", Guarded(gate, encode_openai_error, show_model), methods=["GET"]),
-            Route("/health", Guarded(gate, encode_openai_error, health, is_public=True), methods=["GET"]),
+            generation("/v1/completions", openai.CompletionsDialect()),
+            generation("/v1/chat/completions", openai.ChatDialect()),
+            Route("/v1/models", Guarded(gate, OPENAI.encode_error, list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", Guarded(gate, OPENAI.encode_error, show_model), methods=["GET"]),
+            Route("/health", Guarded(gate, OPENAI.encode_error, health, is_public=True), methods=["GET"]),
         ],
         exception_handlers={404: not_found, 405: not_allowed},
     )

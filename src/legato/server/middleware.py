@@ -25,6 +25,7 @@ from legato.errors import (
     CapacityError,
     EngineUnavailable,
     HostNotAllowed,
+    KeyMissing,
     LegatoError,
     NotAuthenticated,
     UnsupportedMediaType,
@@ -38,8 +39,8 @@ _log = logging.getLogger("legato.server")
 _DRAIN_S = 2.0
 _LOOPBACK_NAMES = frozenset([b"localhost", b"127.0.0.1", b"[::1]"])
 
-Reply = Callable[[LegatoError], bytes]
-"""Writes an error's body, as the path's dialect has it."""
+Reply = Callable[[LegatoError], tuple[int, bytes]]
+"""Returns an error's status and body, as the path's dialect has them."""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -83,7 +84,7 @@ class Gate:
             return ""
         scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not token.strip():
-            raise NotAuthenticated("no key was given: send `Authorization: Bearer KEY`")
+            raise KeyMissing("no key was given: send `Authorization: Bearer KEY`")
         digest = hashlib.sha256(token.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # All of them: no early end.
         if not any(matches):
@@ -202,17 +203,18 @@ class _Exchange:
         """Answer with an error; if the answer has begun there is nothing left to say here."""
         if self.status:
             return
+        status, body = reply(error)
         headers = dict(extra or {})
         if isinstance(error, CapacityError):
             headers["retry-after"] = str(error.retry_after_s)
-        if isinstance(error, NotAuthenticated):
+        if status == 401:
             headers["www-authenticate"] = "Bearer"
         drain = None
         if self._has_more:
             headers["connection"] = "close"
             drain = self._drain()
         with suppress(OSError):
-            await send_body(self.send, reply(error), status=error.status, headers=headers, drain=drain)
+            await send_body(self.send, body, status=status, headers=headers, drain=drain)
 
     async def _drain(self) -> None:
         """Discard the rest of the body for a while, so that the client reads the answer instead of a reset."""

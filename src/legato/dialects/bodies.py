@@ -1,0 +1,357 @@
+"""What the bodies of OpenAI-shaped requests have in common: their fields, their messages, the marks of a continuation.
+
+It receives bodies that are JSON already and returns `CompletionRequest`s. It knows no vendor: what only one has stands
+in that dialect's file, and a field or mark that a path does not have is declared by no body of it, so that it is named
+as ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, field_validator
+
+from legato.dialects.base import Body, unknown_fields
+from legato.errors import InvalidField, UnsupportedFeature
+from legato.types import (
+    Chat,
+    CompletionRequest,
+    Mark,
+    Message,
+    Output,
+    SamplingOptions,
+    SeamOptions,
+    Source,
+    Stops,
+)
+
+__all__ = [
+    "ChatBody",
+    "CommonBody",
+    "FlaggedChatBody",
+    "MessageBody",
+    "NumChoices",
+    "Part",
+    "check_stops",
+    "has_mark",
+    "unknown_options",
+]
+
+MAX_STOPS = 32
+MAX_STOP_BYTES = 256
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+NumChoices = Annotated[int, Field(ge=1, le=16)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Part(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    type: Literal["content"]
+    content: Annotated[str | list[Part], Field(description="a text or a list of text parts")]
+
+
+class CommonBody(Body):
+    """Fields that chats and completions take."""
+
+    max_stops: ClassVar[int] = MAX_STOPS
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: Annotated[
+        str | list[str] | None,
+        Field(description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_BYTES} bytes"),
+    ] = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, description="a number > 0 and <= 1")] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: dict[str, Any] | None = None
+    # vLLM's.
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0)]] | None,
+        Field(max_length=MAX_STOPS, description=f"a list of at most {MAX_STOPS} token ids"),
+    ] = None
+    return_token_ids: bool = False
+    # Legato's own.
+    seam: Literal["heal", "none"] = "heal"
+    canonical: bool = True
+    stop_across_seam: bool | None = None
+    timeout_s: Annotated[float | None, Field(gt=0, description="a number > 0")] = None
+    prediction: Prediction | None = None
+    deterministic: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    detect_loops: bool = False
+    report: bool = False
+
+    def request(
+        self,
+        source: Source,
+        *,
+        max_tokens: int | None,
+        num_choices: int = 1,
+        output: Output,
+        ignored: Sequence[str] = (),
+    ) -> CompletionRequest:
+        """Return the request, once the dialect has read what is its own; `output` says what it wants shown."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise UnsupportedFeature(
+                f"`response_format` must be {{'type': 'text'}}, got {str(self.response_format)[:80]}: "
+                "constrained answers are not built yet",
+                param="response_format",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidField("`stream_options` is only allowed when `stream` is true", param="stream_options")
+        strings, token_ids = check_stops(self.stop, max_stops=self.max_stops)
+        return CompletionRequest(
+            model=self.model,
+            source=source,
+            sampling=SamplingOptions(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=_logit_bias(self.logit_bias),
+                seed=self.seed,
+            ),
+            max_tokens=max_tokens,
+            num_choices=num_choices,
+            stops=Stops(
+                strings=strings,
+                across_seam=self.stop_across_seam,
+                token_ids=(*token_ids, *(self.stop_token_ids or ())),
+                min_tokens=self.min_tokens,
+                ignore_end=self.ignore_eos,
+                at_cycle=self.detect_loops,
+            ),
+            seam=SeamOptions(heal=self.seam == "heal", canonical=self.canonical and self.seam == "heal"),
+            output=replace(
+                output,
+                stream=self.stream,
+                include_usage=bool(self.stream_options and self.stream_options.include_usage),
+                token_ids=self.return_token_ids,
+                report=self.report,
+            ),
+            timeout_s=self.timeout_s,
+            prediction=_joined(self.prediction.content) if self.prediction else "",
+            deterministic=self.deterministic,
+            cache_salt=self.cache_salt or "",
+            ignored=(*unknown_fields(self), *unknown_options(self.stream_options), *ignored),
+        )
+
+
+def unknown_options(options: StreamOptions | None) -> Iterator[str]:
+    """Name what `stream_options` has and nothing reads."""
+    for name in unknown_fields(options) if options else ():
+        yield f"stream_options.{name}"
+
+
+def _joined(content: str | list[Part]) -> str:
+    """Join parts with nothing between them."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def check_stops(
+    stop: str | Sequence[str | int] | None, *, max_stops: int = MAX_STOPS
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the texts and the token ids that end an answer."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > max_stops:
+        raise InvalidField(f"`stop` takes at most {max_stops} texts, got {len(stops)}", param="stop")
+    for index, text in enumerate(stops):
+        size = len(text.encode()) if isinstance(text, str) else 1
+        if not 1 <= size <= MAX_STOP_BYTES:
+            raise InvalidField(f"`stop[{index}]` must have 1 to {MAX_STOP_BYTES} bytes, got {size}", param="stop")
+    return tuple(s for s in stops if isinstance(s, str)), tuple(s for s in stops if isinstance(s, int))
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
+    values = {}
+    for key, value in (bias or {}).items():
+        if not re.fullmatch("[0-9]{1,9}", key):
+            raise InvalidField(f"`logit_bias` must have token ids as its keys, got {key!r}", param="logit_bias")
+        values[int(key)] = value
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chat
+
+
+class MessageBody(Body):
+    """A message without marks."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | list[Part] | None, Field(description="a text or a list of text parts")] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return _joined(self.content or "")
+
+
+_Message = TypeVar("_Message", bound=MessageBody)
+
+
+class ChatBody(CommonBody, Generic[_Message]):
+    """A chat, without marks beside the messages."""
+
+    messages: list[_Message]
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: NumChoices = 1
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _not_empty(cls, messages: list[_Message]) -> list[_Message]:
+        if not messages:
+            raise ValueError("must have at least one message")
+        return messages
+
+    def chat_request(self, *, is_marked: bool, echo: bool = False, ignored: Sequence[str] = ()) -> CompletionRequest:
+        """Return the request, in which the last message is continued if it is marked."""
+        if self.tools and self.tool_choice != "none":
+            raise UnsupportedFeature(
+                '`tools` are only taken with `tool_choice` "none": new tool calls are not built yet', param="tools"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidField("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
+        named = [name for index, message in enumerate(self.messages) for name in _ignored(index, message)]
+        if self.tool_choice is not None and not self.tools:
+            named.append("tool_choice")
+        last = len(self.messages) - 1
+        mark = None
+        if is_marked:
+            mark = _mark(last, self.messages[last])
+            if self.messages[last].reasoning_content:
+                named.append(f"messages[{last}].reasoning_content")
+        closed = self.messages[:last] if is_marked else self.messages
+        for index, message in enumerate(closed):
+            _check_content(index, message)
+        return self.request(
+            Chat(tuple(_message(message) for message in closed), mark, tuple(self.tools or ())),
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            num_choices=self.n,
+            output=Output(echo=echo, logprobs=(self.top_logprobs or 0) if self.logprobs else None),
+            ignored=(*named, *ignored),
+        )
+
+
+class FlaggedChatBody(ChatBody[_Message], Generic[_Message]):
+    """A chat whose last message may be marked beside the messages."""
+
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def is_flagged(self) -> bool:
+        """Whether the flags say that the last message is to be continued."""
+        if not self.continue_final_message:
+            return False
+        if self.add_generation_prompt:
+            raise InvalidField(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+                param="add_generation_prompt",
+            )
+        last = self.messages[-1]
+        if last.role != "assistant":
+            raise InvalidField(
+                f"`continue_final_message` is true, but the role of `messages[{len(self.messages) - 1}]` is "
+                f"`{last.role}`; only `assistant` can be continued",
+                param="continue_final_message",
+            )
+        return True
+
+    def chat_request(self, *, is_marked: bool, echo: bool = False, ignored: Sequence[str] = ()) -> CompletionRequest:
+        """Return the request; a flag that marks nothing is named as ignored."""
+        if self.add_generation_prompt is False and not is_marked:
+            ignored = (*ignored, "add_generation_prompt")
+        return super().chat_request(is_marked=is_marked, echo=echo, ignored=ignored)
+
+
+def has_mark(messages: Sequence[MessageBody], name: str) -> bool:
+    """Whether the last message carries the mark `name`, which may stand on an assistant's last message only."""
+    last = len(messages) - 1
+    for index, message in enumerate(messages):
+        if getattr(message, name) is not True:
+            continue
+        if index != last:
+            raise InvalidField(
+                f"`messages[{index}].{name}` is true, but only the last message (index {last}) can be continued",
+                param="messages",
+            )
+        if message.role != "assistant":
+            raise InvalidField(
+                f"`messages[{index}].{name}` is true, but its role is `{message.role}`, not `assistant`",
+                param="messages",
+            )
+    return getattr(messages[last], name) is True
+
+
+def _ignored(index: int, message: MessageBody) -> Iterator[str]:
+    """Name what a message has and nothing reads."""
+    for name in unknown_fields(message):
+        yield f"messages[{index}].{name}"
+    for at, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        for name in unknown_fields(part):
+            yield f"messages[{index}].content[{at}].{name}"
+
+
+def _mark(index: int, message: MessageBody) -> Mark:
+    if message.tool_calls:
+        raise InvalidField(f"`messages[{index}]` has `tool_calls`, which cannot be continued", param="messages")
+    if message.content is None:
+        raise InvalidField(f'`messages[{index}].content` is required to be continued; it may be ""', param="messages")
+    return Mark(message.text, message.name)
+
+
+def _check_content(index: int, message: MessageBody) -> None:
+    if message.content is None and not message.tool_calls:
+        raise InvalidField(f"`messages[{index}].content` is required", param="messages")
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidField(f"`messages[{index}].tool_calls` is only allowed with role `assistant`", param="messages")
+
+
+def _message(message: MessageBody) -> Message:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    return Message(
+        role=role,
+        content=message.text,
+        name=message.name,
+        reasoning=message.reasoning_content,
+        tool_calls=tuple(message.tool_calls or ()),
+        tool_call_id=message.tool_call_id,
+    )
