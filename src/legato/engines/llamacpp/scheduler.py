@@ -304,9 +304,14 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[str, Step | GenerationFailed]]:
-        """Decode a token for every Job that writes, and some of the prompts; return what came of it, by Job id."""
+        """Decode a token for every Job that writes, and some of the prompts; return what came of it, by Job id.
+
+        What can be said without a decode is returned before one is made.
+        """
         self._out = []
         self._admit()
+        if self._out:
+            return self._out
         self._unserved = deque()
         self._reading = sorted(
             (sequence for sequence in self._running if sequence.num_exact > _SHORT), key=lambda item: item.num_chunks
