@@ -436,7 +436,7 @@ class Scheduler:
                 chosen.append((item, min(item.num_exact, _MAX_ROWS)))
                 num_rows += chosen[-1][1]
         num_rows += self._draft([item for item, _ in chosen if isinstance(item, _Sequence)], _MAX_ROWS - num_rows)
-        room = (_BLOCK if chosen else self._batch.capacity) - num_rows
+        room = _BLOCK if chosen else self._batch.capacity
         while self._reading and not self._unserved:
             sequence = self._reading.pop(0)
             num = min(sequence.num_exact, room)
