@@ -358,7 +358,7 @@ def _plot(path: Path, results: Sequence[Result]) -> None:
     axis.set_xticks([at + 0.28 for at in range(len(results))], [f"…{r.prefix[-12:]}" for r in results])
     axis.tick_params(axis="x", labelrotation=30, labelsize=7)
     axis.set_ylabel("distance from the model's own distribution")
-    axis.legend()
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=8)
     save_png(path)
 
 
