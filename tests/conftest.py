@@ -26,6 +26,8 @@ from legato.types import Job
 
 SMALL = "smollm2-135m"
 DEFAULT = "qwen2.5-coder-0.5b"
+VENDOR_NAMES = ("deepseek-v3.2", "deepseek-v3", "qwen2.5-coder-32b-instruct", "Qwen2.5-72B-Instruct")
+"""What vendors' examples call their models: aliases here."""
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For httpx2, which would otherwise read all the root certificates again for every request."""
 
@@ -163,7 +165,9 @@ def serve_weights(name: str, **model: Any) -> AbstractContextManager[Served]:
     """Serve a pulled model."""
 
     async def load() -> Models:
-        return await load_models(Settings(models={name: ModelSettings(**model)}, aliases={"deepseek-v3.2": name}))
+        return await load_models(
+            Settings(models={name: ModelSettings(**model)}, aliases=dict.fromkeys(VENDOR_NAMES, name))
+        )
 
     return serve(load)
 

@@ -10,7 +10,8 @@ import pytest
 from starlette.applications import Starlette
 
 from legato.config import LimitSettings, ServerSettings
-from legato.dialects import openai as dialect
+from legato.dialects import dashscope, deepseek, maas, mistral, openai
+from legato.dialects.base import Body
 from legato.errors import LegatoError
 from legato.models import Models
 from legato.pipeline import Report
@@ -42,9 +43,23 @@ def test_every_error_code_is_named() -> None:
 
 def test_every_request_field_is_named() -> None:
     text = read("dialects/openai.md")
-    bodies = (dialect._CompletionsBody, dialect._ChatBody)
+    bodies = (openai._CompletionsBody, openai._ChatBody)
     names = {name for body in bodies for name in column(body_fields(body)())}
     assert sorted(name for name in names if name not in text) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "bodies"),
+    [
+        ("maas", (maas._Message,)),
+        ("dashscope", (dashscope._CompletionsBody, dashscope._Message, dashscope._ChatBody)),
+        ("deepseek", (deepseek._CompletionsBody, deepseek._Message, deepseek._ChatBody)),
+        ("mistral", (mistral._InfillBody,)),
+    ],
+)
+def test_every_field_of_a_vendors_own_is_named(page: str, bodies: tuple[type[Body], ...]) -> None:
+    text = read(f"dialects/{page}.md")
+    assert sorted(name for body in bodies for name in body.__annotations__ if name not in text) == []
 
 
 @pytest.mark.parametrize("command", commands())

@@ -29,15 +29,15 @@ from legato.types import (
 )
 
 __all__ = [
+    "MAX_STOPS",
+    "MAX_STOP_BYTES",
     "ChatBody",
     "CommonBody",
     "FlaggedChatBody",
     "MessageBody",
     "NumChoices",
-    "Part",
-    "check_stops",
     "has_mark",
-    "unknown_options",
+    "read_stops",
 ]
 
 MAX_STOPS = 32
@@ -78,7 +78,7 @@ class CommonBody(Body):
     ] = None
     seed: Seed | None = None
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, description="a number > 0 and <= 1")] | None = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, description="a number > 0 and <= 1")] = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -123,7 +123,7 @@ class CommonBody(Body):
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidField("`stream_options` is only allowed when `stream` is true", param="stream_options")
-        strings, token_ids = check_stops(self.stop, max_stops=self.max_stops)
+        strings, token_ids = read_stops(self.stop, max_stops=self.max_stops)
         return CompletionRequest(
             model=self.model,
             source=source,
@@ -160,11 +160,11 @@ class CommonBody(Body):
             prediction=_joined(self.prediction.content) if self.prediction else "",
             deterministic=self.deterministic,
             cache_salt=self.cache_salt or "",
-            ignored=(*unknown_fields(self), *unknown_options(self.stream_options), *ignored),
+            ignored=(*unknown_fields(self), *_unknown_options(self.stream_options), *ignored),
         )
 
 
-def unknown_options(options: StreamOptions | None) -> Iterator[str]:
+def _unknown_options(options: StreamOptions | None) -> Iterator[str]:
     """Name what `stream_options` has and nothing reads."""
     for name in unknown_fields(options) if options else ():
         yield f"stream_options.{name}"
@@ -175,7 +175,7 @@ def _joined(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def check_stops(
+def read_stops(
     stop: str | Sequence[str | int] | None, *, max_stops: int = MAX_STOPS
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the texts and the token ids that end an answer."""

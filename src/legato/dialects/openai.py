@@ -114,8 +114,9 @@ class ChatDialect(ChatRoute):
 def _is_marked(body: _ChatBody) -> bool:
     """Whether the last message is to be continued: one of the three marks is enough, and none may contradict."""
     marks = [has_mark(body.messages, name) for name in ("prefix", "partial")]
+    is_flagged = body.is_flagged
     if not any(marks):
-        return body.is_flagged
+        return is_flagged
     last = body.messages[-1]
     if False in (last.prefix, last.partial):
         at = len(body.messages) - 1
@@ -124,7 +125,7 @@ def _is_marked(body: _ChatBody) -> bool:
         ("continue_final_message", body.continue_final_message, False),
         ("add_generation_prompt", body.add_generation_prompt, True),
     ):
-        if value is contrary and not body.is_flagged:
+        if value is contrary:
             raise InvalidField(
                 f"`messages[{len(body.messages) - 1}]` is marked to be continued, but `{name}` is {str(value).lower()}",
                 param=name,

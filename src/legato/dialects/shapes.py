@@ -60,6 +60,8 @@ class Shape:
     usage: Callable[[Usage], Mapping[str, Any]] = openai_usage
     head: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of every object."""
+    message: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a whole message."""
 
     def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
         """Return an error's status and body."""
@@ -238,7 +240,7 @@ class ChatEncoder(_Encoder):
         choices = [
             {
                 "index": answer.choice,
-                "message": {"role": "assistant", "content": answer.text},
+                "message": {"role": "assistant", "content": answer.text, **self._shape.message},
                 "logprobs": self._logprobs(answer.tokens),
                 "finish_reason": answer.reason,
                 **_token_ids(self._request.output, answer.token_ids),

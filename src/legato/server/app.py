@@ -23,14 +23,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, Settings
-from legato.dialects import openai
+from legato.dialects import dashscope, deepseek, maas, mistral, openai
 from legato.dialects.base import Dialect, Encoder, Facts
 from legato.dialects.shapes import OPENAI
 from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
 from legato.server.connection import connections
-from legato.server.middleware import Gate, Guarded, PathError
+from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
 from legato.server.streaming import send_body, send_stream, while_connected
 from legato.types import Delta, Finished, Usage
 from legato.wire import encode_json, parse_body
@@ -55,6 +55,9 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         endpoint = Generation(dialect, models, gate)
         return Route(path, Guarded(gate, dialect.encode_error, endpoint), methods=["POST"])
 
+    def operation(path: str, endpoint: Endpoint, *, is_public: bool = False) -> Route:
+        return Route(path, Guarded(gate, _reply(path), endpoint, is_public=is_public), methods=["GET"])
+
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
         counts = {}
         has_failed = False
@@ -77,26 +80,49 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
 
     async def not_found(request: Request, error: Exception) -> Any:
         path = request.scope["path"]
-        return PathError(RouteNotFound(f"there is nothing at `{path}`"), OPENAI.encode_error, {})
+        return PathError(RouteNotFound(f"there is nothing at `{path}`"), _reply(path), {})
 
     async def not_allowed(request: Request, error: Exception) -> Any:
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         allowed = headers.get("Allow", "")
         message = f"`{request.scope['path']}` takes {allowed}, got {request.method}"
-        return PathError(MethodNotAllowed(message), OPENAI.encode_error, {"allow": allowed})
+        return PathError(MethodNotAllowed(message), _reply(request.scope["path"]), {"allow": allowed})
 
     app = Starlette(
         routes=[
             generation("/v1/completions", openai.CompletionsDialect()),
             generation("/v1/chat/completions", openai.ChatDialect()),
-            Route("/v1/models", Guarded(gate, OPENAI.encode_error, list_models), methods=["GET"]),
-            Route("/v1/models/{name:path}", Guarded(gate, OPENAI.encode_error, show_model), methods=["GET"]),
-            Route("/health", Guarded(gate, OPENAI.encode_error, health, is_public=True), methods=["GET"]),
+            generation("/v1/fim/completions", mistral.InfillDialect()),
+            generation("/v2/chat/completions", maas.PrefixChatDialect()),
+            generation("/openai/v1/chat/completions", maas.FlaggedChatDialect()),
+            generation("/compatible-mode/v1/completions", dashscope.CompletionsDialect()),
+            generation("/compatible-mode/v1/chat/completions", dashscope.ChatDialect()),
+            generation("/beta/completions", deepseek.CompletionsDialect()),
+            generation("/beta/chat/completions", deepseek.ChatDialect()),
+            operation("/v1/models", list_models),
+            operation("/v1/models/{name:path}", show_model),
+            operation("/openai/v1/models", list_models),
+            operation("/health", health, is_public=True),
         ],
         exception_handlers={404: not_found, 405: not_allowed},
     )
     app.router.redirect_slashes = False
     return app
+
+
+_SHAPES = (
+    ("/v1/fim/", mistral.SHAPE),
+    ("/v2/", maas.SHAPE),
+    ("/openai/", maas.SHAPE),
+    ("/compatible-mode/", dashscope.SHAPE),
+    ("/beta/", deepseek.SHAPE),
+)
+"""How the paths that begin like this write errors; others do as OpenAI."""
+
+
+def _reply(path: str) -> Reply:
+    """Return what writes the errors of a path, whether or not there is something at it."""
+    return next((shape for start, shape in _SHAPES if path.startswith(start)), OPENAI).encode_error
 
 
 def _entry(name: str, model: Model, created: int) -> dict[str, Any]:

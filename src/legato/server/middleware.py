@@ -32,7 +32,7 @@ from legato.errors import (
 )
 from legato.server.streaming import ClientGone, send_body
 
-__all__ = ["Gate", "Guarded", "PathError", "Reply", "header"]
+__all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "header"]
 
 _log = logging.getLogger("legato.server")
 
@@ -41,6 +41,7 @@ _LOOPBACK_NAMES = frozenset([b"localhost", b"127.0.0.1", b"[::1]"])
 
 Reply = Callable[[LegatoError], tuple[int, bytes]]
 """Returns an error's status and body, as the path's dialect has them."""
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -134,7 +135,7 @@ class Guarded:
         self,
         gate: Gate,
         reply: Reply,
-        endpoint: Callable[[Scope, Receive, Send], Awaitable[None]],
+        endpoint: Endpoint,
         *,
         is_public: bool = False,
     ) -> None:
