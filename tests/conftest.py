@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,33 @@ VENDOR_NAMES = ("deepseek-v3.2", "deepseek-v3", "qwen2.5-coder-32b-instruct", "Q
 """What vendors' examples call their models: aliases here."""
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For httpx2, which would otherwise read all the root certificates again for every request."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--crashes", type=int, default=12, help="How often the worker is killed under streams.")
+
+
+@pytest.fixture
+def num_crashes(request: pytest.FixtureRequest) -> int:
+    """How often the worker is killed under streams."""
+    num: int = request.config.getoption("--crashes")
+    return num
+
+
+def running() -> dict[int, int]:
+    """The processes that run, each with its parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent, *_ = path.read_text().rpartition(")")[2].split()
+            if state != "Z":
+                found[int(path.parent.name)] = int(parent)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that still run."""
+    return [child for child, parent in running().items() if parent == pid]
 
 
 def weights(name: str) -> Path:
@@ -170,6 +199,46 @@ def serve_weights(name: str, **model: Any) -> AbstractContextManager[Served]:
         )
 
     return serve(load)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A server in a process of its own, as its clients see it."""
+
+    url: str
+    pid: int
+    _process: subprocess.Popen[str]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is still the process that was started."""
+        return self._process.poll() is None
+
+    def client(self) -> openai.OpenAI:
+        """The official client."""
+        return openai.OpenAI(base_url=self.url, api_key="any", max_retries=0)
+
+    def health(self) -> dict[str, int]:
+        """What it says of its only model."""
+        url = self.url.removesuffix("/v1") + "/health"
+        (counts,) = httpx2.get(url, timeout=60, verify=NO_TLS).json()["models"].values()
+        return dict(counts)
+
+
+@contextmanager
+def serve_process(*arguments: str) -> Iterator[Process]:
+    """Run `legato serve` on a free port."""
+    command = [sys.executable, "-m", "legato", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            reading = threading.Thread(target=process.stderr.read)
+            reading.start()
+            yield Process(line.split(" at ")[1].strip(), process.pid, process)
+        finally:
+            process.terminate()
+            reading.join()
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.conftest import NO_TLS, SMALL, weights
+from tests.conftest import NO_TLS, SMALL, children, running, weights
 
 LEGATO = (sys.executable, "-m", "legato")
 COMPLETE = ("complete", "--model", SMALL, "--max-tokens", "4")
@@ -56,22 +56,6 @@ def failure(*arguments: str | bytes, stdin: bytes = b"") -> str:
     line = done.stderr.decode()
     assert re.fullmatch(r"legato: [^\n]+\n", line), line
     return line.removeprefix("legato: ").removesuffix("\n")
-
-
-def running() -> dict[int, int]:
-    """The processes that run, each with its parent."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent, *_ = path.read_text().rpartition(")")[2].split()
-            if state != "Z":
-                found[int(path.parent.name)] = int(parent)
-    return found
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started and that still run."""
-    return [child for child, parent in running().items() if parent == pid]
 
 
 def wait_until_gone(pids: Sequence[int], within_s: float = 2) -> None:
