@@ -1,7 +1,7 @@
 """The second law, condition by condition: which share of continuations is equal to the uncut text.
 
 `python -m bench.equality` asks servers of both models of the catalogue, one request at a time but for the streams
-that some conditions put beside it. The uncut text is always written alone, at once and without a stream.
+that some conditions put beside it. The uncut text is written once: alone, at once and without a stream.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bench.client import Server, company, serving
 from bench.fidelity import cut_places
 from bench.measure import SIZES, Measure, Size
 from bench.report import write
-from bench.texts import KINDS
+from bench.texts import KINDS, PASSAGES
 
 __all__ = ["CONDITIONS", "Condition", "equality"]
 
@@ -37,6 +38,8 @@ class Condition:
     is_streamed: bool = False
     is_cold: bool = False
     """Nothing of the text is in the cache."""
+    is_long: bool = False
+    """A passage stands before the prompt, so that it is too long to be always read exactly."""
     num_choices: int = 1
     others: int = 0
     """Streams beside it."""
@@ -56,10 +59,19 @@ CONDITIONS = (
     Condition("cut, first of `n` = 4", num_choices=4),
     Condition("cut, beside 7 streams", others=7),
     Condition("cut, cold, beside 7 streams", is_cold=True, others=7),
-    Condition("cut, `deterministic`", is_deterministic=True),
-    Condition("cut, cold, `deterministic`", is_cold=True, is_deterministic=True),
-    Condition("cut, cold, beside 7 streams, `deterministic`", is_cold=True, others=7, is_deterministic=True),
-    Condition("16 rounds, beside 7 streams, `deterministic`", rounds=16, others=7, is_deterministic=True),
+    Condition("long, 16 rounds", is_long=True, rounds=16),
+    Condition("long, cut", is_long=True),
+    Condition("long, cut, cold", is_long=True, is_cold=True),
+    Condition("long, cut, cold, beside 7 streams", is_long=True, is_cold=True, others=7),
+    Condition("long, cut, `deterministic`", is_long=True, is_deterministic=True),
+    Condition("long, cut, cold, `deterministic`", is_long=True, is_cold=True, is_deterministic=True),
+    Condition(
+        "long, cut, cold, beside 7 streams, `deterministic`",
+        is_long=True,
+        is_cold=True,
+        others=7,
+        is_deterministic=True,
+    ),
 )
 
 
@@ -81,21 +93,40 @@ def _equal(server: Server, condition: Condition, temperature: float, size: Size)
     """Return, for each continuation, whether it is the rest of the uncut text."""
     equal: list[float] = []
     num_tokens = max(16, size.tokens // 2)
-    asked = {"deterministic": True} if condition.is_deterministic else {}
-    fixed: dict[str, Any] = {"temperature": temperature, **asked}
-    for prompt in itertools.islice(KINDS.values(), size.kinds):
-        uncut = server.complete(prompt, num_tokens, **fixed).text
+    fixed: dict[str, Any] = {"temperature": temperature}
+    if condition.is_deterministic:
+        fixed["deterministic"] = True
+    passages = itertools.cycle(PASSAGES["English"])
+    for start, passage in zip(itertools.islice(KINDS.values(), size.kinds), passages, strict=False):
+        prompt = f"{passage}\n\n{start}" if condition.is_long else start
+        uncut = _uncut(server, prompt, num_tokens, **fixed)
         with company(server, condition.others) if condition.others else nullcontext():
             if condition.rounds:
-                text = ""
-                for _ in range(condition.rounds):
-                    text += _write(server, condition, prompt + text, num_tokens // condition.rounds, fixed)
-                equal.append(text == uncut)
+                text = _in_rounds(server, condition, prompt, len(uncut), num_tokens // condition.rounds, fixed)
+                equal.append(text[: len(uncut)] == uncut)
                 continue
             for at in cut_places(uncut, size.cuts // 2, most=len(uncut)):
                 rest = _write(server, condition, prompt + uncut[:at], num_tokens, fixed)
                 equal.append(rest[: len(uncut) - at] == uncut[at:])
     return equal
+
+
+@cache
+def _uncut(server: Server, prompt: str, num_tokens: int, **fixed: Any) -> str:
+    """Write a text; bytes that are no character end it, as they cannot be sent back."""
+    return server.complete(prompt, num_tokens, **fixed).text.split("\ufffd")[0]
+
+
+def _in_rounds(
+    server: Server, condition: Condition, prompt: str, length: int, num_tokens: int, fixed: dict[str, Any]
+) -> str:
+    """Write so many characters. A round that ends inside a character gives it up, and the next must be larger."""
+    text, size = "", num_tokens
+    while len(text) < length and size <= 16 * num_tokens:
+        part = _write(server, condition, prompt + text, size, fixed)
+        size = num_tokens if part else 2 * size
+        text += part
+    return text
 
 
 def _write(server: Server, condition: Condition, prompt: str, max_tokens: int, fixed: dict[str, Any]) -> str:
@@ -109,7 +140,8 @@ def _write(server: Server, condition: Condition, prompt: str, max_tokens: int, f
 @click.option("--model", "models", multiple=True, help="Model to serve.  [default: both of the catalogue]")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-equality"), show_default=True)
 @click.option("--size", type=click.Choice(list(SIZES)), default="full", show_default=True)
-def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str) -> None:
+@click.option("--kinds", type=click.IntRange(1, len(KINDS)), help="Kinds of texts.  [default: as the size says]")
+def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str, kinds: int | None) -> None:
     """Measure the servers at URLS, or serve models to measure."""
     with ExitStack() as served:
         if not urls:
@@ -119,7 +151,8 @@ def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str) -
             )
         servers = [Server.at(url, url) for url in urls]
         servers = [Server.at(server.model, server.url) for server in servers]
-        write(out, servers, SIZES[size], equality(servers, SIZES[size]))
+        chosen = replace(SIZES[size], kinds=kinds or SIZES[size].kinds)
+        write(out, servers, chosen, equality(servers, chosen))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The embedded engine: what is particular to it. L1 and L2 against a real model."""
+"""The embedded engine: what is particular to it."""
 
 from __future__ import annotations
 
@@ -10,61 +10,9 @@ import signal
 import pytest
 
 from legato.engines.llamacpp.engine import LlamaCppEngine
-from legato.errors import ConfigError, GenerationFailed
+from legato.errors import ConfigError
 from legato.types import Job, SeamOptions
 from tests.contract.test_engines import LONG, data_of, job_for, started, steps_of, until_idle
-
-PROMPTS = [
-    "The lighthouse keeper had not spoken to anyone for three weeks when the",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(",
-    "Als der Zug endlich einfuhr, standen auf dem Bahnsteig nur noch",
-    "人工智能是一门研究如何使计算机",
-    '[{"id": 1, "title": "Dune", "tags": ["sf"]}, {"id": 2,',
-    "My week in emoji: Monday 😀🌧️, Tuesday 🎉🍕, Wednesday",
-]
-
-
-async def text_of(engine: LlamaCppEngine, prompt: str, *, max_tokens: int, temperature: float, id: str = "a") -> bytes:
-    """The bytes after the prompt."""
-    job = job_for(engine, prompt, max_tokens=max_tokens, temperature=temperature, id=id)
-    return data_of(await steps_of(engine, job))[len(job.prompt.heal) :]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_l2_a_cut_anywhere_goes_on_with_the_same_text(temperature: float) -> None:
-    async def check() -> None:
-        async with started("llamacpp") as engine:
-            assert isinstance(engine, LlamaCppEngine)
-            wrong, total = [], 0
-            for prompt in PROMPTS:
-                whole = (await text_of(engine, prompt, max_tokens=40, temperature=temperature)).decode(
-                    "utf-8", "ignore"
-                )
-                whole = whole.split("\ufffd")[0]
-                for cut in range(1, max(2, len(whole) - 12), 3):
-                    rest = await text_of(engine, prompt + whole[:cut], max_tokens=10, temperature=temperature)
-                    total += 1
-                    want = whole[cut:].encode()
-                    if not (rest.startswith(want) or want.startswith(rest[: len(rest) - 3])):
-                        wrong.append((prompt[-12:] + whole[:cut], want[:20], rest[:20]))
-            assert len(wrong) <= total // 100, wrong
-
-    asyncio.run(check())
-
-
-def test_l2_rounds_are_one_run() -> None:
-    async def check() -> None:
-        async with started("llamacpp") as engine:
-            assert isinstance(engine, LlamaCppEngine)
-            for temperature in (0.0, 0.8):
-                prompt = "Write a long tale. In a lush green forest, there lives a rabbit named Little White."
-                one = await text_of(engine, prompt, max_tokens=64, temperature=temperature)
-                rounds = b""
-                for _ in range(8):
-                    rounds += await text_of(engine, prompt + rounds.decode(), max_tokens=8, temperature=temperature)
-                assert rounds == one
-
-    asyncio.run(check())
 
 
 def test_a_shared_head_is_copied_not_read_again() -> None:
@@ -97,84 +45,6 @@ def test_equal_prompts_at_once_are_read_once() -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
-def test_a_killed_worker_is_not_noticed(number: signal.Signals) -> None:
-    async def check() -> None:
-        async with started("llamacpp") as engine:
-            assert isinstance(engine, LlamaCppEngine)
-            jobs = [
-                job_for(engine, prompt, id=str(n), max_tokens=40, temperature=0.8 * (n % 2))
-                for n, prompt in enumerate(PROMPTS)
-            ]
-            quiet = [data_of(await steps_of(engine, job)) for job in jobs]
-            seen = asyncio.Event()
-
-            async def follow(job: Job) -> bytes:
-                steps = []
-                async for step in engine.generate(dataclasses.replace(job, id=f"again{job.id}")):
-                    steps.append(step)
-                    if len(steps) == 6:
-                        seen.set()
-                return data_of(steps)
-
-            running = asyncio.gather(*(follow(job) for job in jobs))
-            await seen.wait()
-            assert engine.worker_pid is not None
-            os.kill(engine.worker_pid, number)
-            assert await running == quiet
-            assert engine.num_restarts == 1
-
-    asyncio.run(check())
-
-
-def test_a_killed_worker_does_not_forget_the_least_number_of_tokens() -> None:
-    async def check() -> None:
-        async with started("llamacpp") as engine:
-            assert isinstance(engine, LlamaCppEngine)
-            bias = dict.fromkeys(engine.tokenizer.end_ids, 100.0)
-            plain = job_for(engine, "The capital of Fran", max_tokens=40)
-            sampling = dataclasses.replace(plain.sampling, logit_bias=bias)
-            job = dataclasses.replace(plain, min_tokens=24, sampling=sampling)
-            quiet = data_of(await steps_of(engine, job))
-            steps = []
-            async for step in engine.generate(dataclasses.replace(job, id="again")):
-                steps.append(step)
-                if len(steps) == 6:
-                    assert engine.worker_pid is not None
-                    os.kill(engine.worker_pid, signal.SIGKILL)
-            assert engine.num_restarts == 1
-            assert data_of(steps) == quiet
-            assert steps[-1].finish == "stop"
-            last = [token for step in steps for token in step.tokens][-24:]
-            assert len(b"".join(token.data for token in last)) >= len(quiet) - len(job.prompt.heal)
-
-    asyncio.run(check())
-
-
-def test_a_job_that_kills_the_worker_twice_ends_alone() -> None:
-    async def check() -> None:
-        async with started("llamacpp") as engine:
-            assert isinstance(engine, LlamaCppEngine)
-            job = job_for(engine, "It was a", max_tokens=3000)
-
-            async def kill_twice() -> None:
-                killed = None
-                for _ in range(2):
-                    while engine.worker_pid in (None, killed) or engine.counters()["running"] == 0:  # noqa: ASYNC110 - what is waited for is another process
-                        await asyncio.sleep(0.01)
-                    killed = engine.worker_pid
-                    assert killed is not None
-                    os.kill(killed, signal.SIGKILL)
-
-            killer = asyncio.create_task(kill_twice())
-            with pytest.raises(GenerationFailed, match="died twice"):
-                await steps_of(engine, job)
-            await killer
-            assert (await steps_of(engine, job_for(engine, "One, two,", id="b")))[-1].finish == "length"
-
-    asyncio.run(check())
-
-
 @pytest.mark.parametrize("wait_s", [0.0, 0.05, 0.3])
 def test_closing_while_the_worker_restarts_ends(wait_s: float) -> None:
     async def check() -> None:
@@ -193,7 +63,7 @@ def test_penalties_and_bias_reach_the_model() -> None:
         async with started("llamacpp") as engine:
             assert isinstance(engine, LlamaCppEngine)
             prompt = "ha ha ha ha ha ha ha ha ha ha ha ha"
-            plain = await text_of(engine, prompt, max_tokens=12, temperature=0.0)
+            plain = data_of(await steps_of(engine, job_for(engine, prompt, max_tokens=12)))
             assert plain.count(b"ha") >= 6
             job = job_for(engine, prompt, max_tokens=12, frequency_penalty=2.0)
             assert data_of(await steps_of(engine, job)).count(b"ha") < 6
