@@ -75,9 +75,9 @@ CONDITIONS = (
 )
 
 
-def equality(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
+def equality(servers: Sequence[Server], size: Size, conditions: Sequence[Condition] = CONDITIONS) -> Iterator[Measure]:
     """Compare each server's continuations with its own uncut texts."""
-    for condition, temperature in itertools.product(CONDITIONS, (0.0, 0.8)):
+    for condition, temperature in itertools.product(conditions, (0.0, 0.8)):
         samples = {s.name: _equal(s, condition, temperature, size) for s in servers if _can(s, condition)}
         where = f"temperature {temperature:g}" if temperature else "greedy"
         yield Measure("equality", f"{condition.name}, {where}", "%", samples)
@@ -96,8 +96,9 @@ def _equal(server: Server, condition: Condition, temperature: float, size: Size)
     fixed: dict[str, Any] = {"temperature": temperature}
     if condition.is_deterministic:
         fixed["deterministic"] = True
-    passages = itertools.cycle(PASSAGES["English"])
-    for start, passage in zip(itertools.islice(KINDS.values(), size.kinds), passages, strict=False):
+    starts = list(KINDS.values())
+    starts = [starts[index * len(starts) // size.kinds] for index in range(size.kinds)]
+    for start, passage in zip(starts, itertools.cycle(PASSAGES["English"]), strict=False):
         prompt = f"{passage}\n\n{start}" if condition.is_long else start
         uncut = _uncut(server, prompt, num_tokens, **fixed)
         with company(server, condition.others) if condition.others else nullcontext():
@@ -141,7 +142,10 @@ def _write(server: Server, condition: Condition, prompt: str, max_tokens: int, f
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-equality"), show_default=True)
 @click.option("--size", type=click.Choice(list(SIZES)), default="full", show_default=True)
 @click.option("--kinds", type=click.IntRange(1, len(KINDS)), help="Kinds of texts.  [default: as the size says]")
-def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str, kinds: int | None) -> None:
+@click.option("--only", multiple=True, type=click.Choice([item.name for item in CONDITIONS]), metavar="CONDITION")
+def main(
+    urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str, kinds: int | None, only: tuple[str, ...]
+) -> None:
     """Measure the servers at URLS, or serve models to measure."""
     with ExitStack() as served:
         if not urls:
@@ -152,7 +156,8 @@ def main(urls: tuple[str, ...], models: tuple[str, ...], out: Path, size: str, k
         servers = [Server.at(url, url) for url in urls]
         servers = [Server.at(server.model, server.url) for server in servers]
         chosen = replace(SIZES[size], kinds=kinds or SIZES[size].kinds)
-        write(out, servers, chosen, equality(servers, chosen))
+        conditions = [item for item in CONDITIONS if not only or item.name in only]
+        write(out, servers, chosen, equality(servers, chosen, conditions))
 
 
 if __name__ == "__main__":

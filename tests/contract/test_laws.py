@@ -25,8 +25,9 @@ STARTS = {
     "emoji": "My week in emoji: Monday 😀🌧️, Tuesday 🎉🍕, Wednesday",
     "YAML": 'services:\n  web:\n    image: nginx:1.25\n    ports:\n      - "8080:80"\n  db:\n',
 }
-LONG_STARTS = {"long prose": PASSAGES["English"][1][:1000], "long German": PASSAGES["German"][0][:620]}
-NUM_TOKENS = 32
+LONG_STARTS = {"long prose": PASSAGES["English"][1][:720], "long German": PASSAGES["German"][0][:440]}
+"""Of more than 128 tokens."""
+NUM_TOKENS = 24
 HORIZON = 8
 """Tokens that are compared behind a cut."""
 TEMPERATURES = (0.0, 0.8)
@@ -118,7 +119,7 @@ def every(items: Iterable[Uncut], num: int) -> Iterator[tuple[Uncut, int]]:
 def test_l2_a_cut_anywhere_goes_on_with_the_same_text_beside_seven_others(small: Served, uncut: list[Uncut]) -> None:
     wrong, total = different(small, every(uncut, 3))
     assert not wrong
-    assert total > 200
+    assert total > 150
 
 
 def test_l2_a_cut_goes_on_alone(small: Served, uncut: list[Uncut]) -> None:
@@ -151,9 +152,9 @@ def test_l2_rounds_are_one_run(small: Served, uncut: list[Uncut]) -> None:
         return text
 
     cases = [
-        (item, num, (ask, ask_streamed)[(index + num) % 3 == 0])
-        for num in (1, 4, 16)
-        for index, item in enumerate(uncut)
+        (item, num, (ask, ask_streamed)[index % 3 == 0])
+        for num, step in ((1, 4), (4, 2), (16, 1))
+        for index, item in enumerate(uncut[::step])
     ]
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(in_rounds, *zip(*cases, strict=True)))
@@ -163,7 +164,7 @@ def test_l2_rounds_are_one_run(small: Served, uncut: list[Uncut]) -> None:
 
 
 def test_l2_a_choice_is_the_same_among_others(small: Served, uncut: list[Uncut]) -> None:
-    wrong, _ = different(small, every(uncut, 41), fields=lambda index: {"n": 4})
+    wrong, _ = different(small, every(uncut[::2], 41), fields=lambda index: {"n": 4})
     assert not wrong
     for item in uncut[:3]:
         four = small.complete(item.start, max_tokens=HORIZON, n=4, **item.fixed)["choices"]
@@ -176,7 +177,7 @@ def test_l2_a_choice_is_the_same_among_others(small: Served, uncut: list[Uncut])
 @pytest.mark.parametrize("temperature", TEMPERATURES, ids=["greedy", "sampled"])
 def test_l2_long_prompts_from_the_cache(small: Served, temperature: float) -> None:
     uncut = write(small, LONG_STARTS, temperature=temperature)
-    wrong, total = different(small, every(uncut, 7))
+    wrong, total = different(small, every(uncut, 9))
     assert not wrong
     assert total > 20
 
@@ -185,8 +186,9 @@ def test_l2_long_prompts_from_the_cache(small: Served, temperature: float) -> No
 def test_l2_long_prompts_read_again_if_deterministic(small: Served, temperature: float) -> None:
     uncut = write(small, LONG_STARTS, temperature=temperature, deterministic=True)
     salt = f"long {temperature}"
-    wrong, total = different(small, every(uncut, 31), fields=lambda index: {"cache_salt": f"{salt} {index}"})
+    wrong, total = different(small, every(uncut, 37), fields=lambda index: {"cache_salt": f"{salt} {index}"})
     assert not wrong
-    wrong, _ = different(small, every(uncut, 13))
+    assert total > 3
+    wrong, total = different(small, every(uncut, 17))
     assert not wrong
-    assert total > 4
+    assert total > 6
