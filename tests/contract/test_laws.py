@@ -179,7 +179,7 @@ def test_l2_long_prompts_from_the_cache(small: Served, temperature: float) -> No
     uncut = write(small, LONG_STARTS, temperature=temperature)
     wrong, total = different(small, every(uncut, 9))
     assert not wrong
-    assert total > 20
+    assert total > 10
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES, ids=["greedy", "sampled"])
@@ -188,7 +188,7 @@ def test_l2_long_prompts_read_again_if_deterministic(small: Served, temperature:
     salt = f"long {temperature}"
     wrong, total = different(small, every(uncut, 37), fields=lambda index: {"cache_salt": f"{salt} {index}"})
     assert not wrong
-    assert total > 3
+    assert total > 1
     wrong, total = different(small, every(uncut, 17))
     assert not wrong
-    assert total > 6
+    assert total > 4
