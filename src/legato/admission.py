@@ -62,6 +62,11 @@ class Admission:
         self.num_running = 0
 
     @property
+    def max_running(self) -> int:
+        """How many places there are."""
+        return self._max_running
+
+    @property
     def num_waiting(self) -> int:
         """How many places are waited for."""
         return sum(map(_size, self._queues.values()))

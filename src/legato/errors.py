@@ -108,6 +108,11 @@ class PromptTooLong(RequestError):
 
     code = "context_length_exceeded"
 
+    def __init__(self, message: str, *, num_tokens: int = 0, context_length: int = 0) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.context_length = context_length
+
 
 class NotAuthenticated(RequestError):
     """The key is wrong."""

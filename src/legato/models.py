@@ -46,11 +46,13 @@ class Models:
         return tuple(self._models.values())
 
     def resolve(self, name: str) -> Model:
-        """Return the model of this name or alias.
+        """Return the model of this name or alias; the first one if no name is given.
 
         Raises:
             ModelNotFound: there is none.
         """
+        if not name:
+            return self.own[0]
         model = self._models.get(self._aliases.get(name, name))
         if model is None:
             raise ModelNotFound(f"the model `{name}` does not exist; served: {_list(self.served)}", param="model")

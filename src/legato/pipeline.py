@@ -22,6 +22,7 @@ from legato.models import Model
 from legato.prompting import render
 from legato.text import Assembler, Utf8
 from legato.types import (
+    REST_OF_CONTEXT,
     Accepted,
     Answer,
     Chat,
@@ -37,6 +38,7 @@ from legato.types import (
     Step,
     Text,
     TextToken,
+    Times,
     Token,
     Usage,
 )
@@ -68,6 +70,7 @@ class Run:
     """A planned request. `events` runs it, once."""
 
     request: CompletionRequest
+    """With the model's name and the seed, where they were left open."""
     model: Model
     jobs: tuple[Job, ...]
     """Prompt by prompt, `num_drawn` each: a Job's place here is its choice's index."""
@@ -81,6 +84,8 @@ class Run:
             CapacityError: before the first event, if there is no place, or none in time.
             EngineError: a choice could not be finished.
         """
+        if not self.jobs:
+            return
         timeout_s = self.request.timeout_s
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         places = self.model.admission.claim(self.request.caller, len(self.jobs), timeout_s=timeout_s)
@@ -93,6 +98,9 @@ class Run:
     async def _choice(self, choice: int, claim: Claim, deadline: float | None) -> AsyncGenerator[Event, None]:
         """Run one Job within a place."""
         request, job = self.request, self.jobs[choice]
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        first: float | None = None
         prefix = job.prompt.prefix
         text = Assembler(
             heal=job.prompt.heal,
@@ -105,9 +113,7 @@ class Run:
         shown: list[TextToken] = []
         num_cached = num_drafted = 0
         reason: FinishReason = "stop"
-        timely = self._steps(job, claim)
-        if deadline is not None:
-            timely = _until(deadline, timely)
+        timely = _until(deadline, request.max_writing_s, self._steps(job, claim))
         async with aclosing(timely) as steps:
             async for step in steps:
                 num_cached += step.num_cached
@@ -119,6 +125,8 @@ class Run:
                     continue
                 if step.prompt:
                     yield Delta(choice, prefix, _prompt_tokens(step.prompt, prefix))
+                if step.tokens and first is None:
+                    first = clock()
                 for token in step.tokens:
                     released, tokens = text.feed(token)
                     if released or tokens:
@@ -139,7 +147,10 @@ class Run:
             yield self._delta(choice, released, tokens)
         usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted)
         matched = text.matched if text.matched in request.stops.strings else None
-        yield Finished(choice, reason, matched, usage, _mean_logprob(shown))
+        ended = clock()
+        first = first or ended
+        times = Times(first - begun, ended - first)
+        yield Finished(choice, reason, matched, usage, times, _mean_logprob(shown))
 
     async def _steps(self, job: Job, claim: Claim) -> AsyncGenerator[Step, None]:
         async with claim.place(), aclosing(self.model.engine.generate(job)) as steps:
@@ -202,8 +213,14 @@ async def _joined(choices: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _until(deadline: float, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Step, None]:
-    """Pass Steps on; at the deadline, in the loop's time, end as at the limit of tokens, since the text can go on."""
+async def _until(
+    deadline: float | None, writing_s: float | None, steps: AsyncGenerator[Step, None]
+) -> AsyncGenerator[Step, None]:
+    """Pass Steps on; at the deadline, in the loop's time, end as at the limit of tokens, since the text can go on.
+
+    `writing_s` after the first token is a deadline, too.
+    """
+    clock = asyncio.get_running_loop().time
     is_accepted = False
     async with aclosing(steps):
         while True:
@@ -216,6 +233,8 @@ async def _until(deadline: float, steps: AsyncGenerator[Step, None]) -> AsyncGen
                 return
             is_accepted = True
             yield step
+            if step.tokens and writing_s is not None:
+                deadline, writing_s = min(deadline or math.inf, clock() + writing_s), None
     if not is_accepted:
         yield Step()
     yield Step(finish="length")
@@ -241,13 +260,16 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     reference = tuple(engine.tokenizer.encode(request.prediction.encode(), special=False))
     seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(32)
     sampling = _settle(request.sampling, seed)
+    request = replace(request, model=request.model or model.name, sampling=replace(request.sampling, seed=seed))
     num_drawn = request.num_drawn or request.num_choices
     jobs = []
     clipped = False
     for prompt in prompts:
         room = engine.profile.context_length - prompt.num_tokens
         wanted = request.max_tokens
-        if wanted is None:
+        if wanted == REST_OF_CONTEXT:
+            wanted = room
+        elif wanted is None:
             wanted = room if isinstance(request.source, Chat) else DEFAULT_MAX_TOKENS
         if request.stops.min_tokens > wanted:
             raise InvalidField(
@@ -381,13 +403,15 @@ async def collect(events: AsyncIterator[Event]) -> tuple[Answer, ...]:
                 prompts[choice] = prompt_ids
             case Delta(choice):
                 deltas[choice].append(event)
-            case Finished(choice, reason, _, usage, mean_logprob):
+            case Finished(choice, reason, matched, usage, times, mean_logprob):
                 answers[choice] = Answer(
                     choice,
                     text="".join(delta.text for delta in deltas[choice]),
                     tokens=tuple(token for delta in deltas[choice] for token in delta.tokens),
                     reason=reason,
+                    matched=matched,
                     usage=usage,
+                    times=times,
                     mean_logprob=mean_logprob,
                     prompt_ids=prompts.get(choice, ()),
                     token_ids=tuple(id for delta in deltas[choice] for id in delta.token_ids),

@@ -13,11 +13,15 @@ __all__ = ["InfillTokens", "Profile", "profile_from_metadata"]
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """The ids that stand before the prefix, the suffix and the middle of an infill prompt."""
+    """The ids that stand before the parts of an infill prompt."""
 
     prefix: int
     suffix: int
     middle: int
+    repo: int | None = None
+    """Before the project's name; None if the model does not know files."""
+    file: int | None = None
+    """Before each file's name; None if the model does not know files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def profile_from_metadata(
     Args:
         metadata: GGUF keys and values; `tokenizer.*` is read.
         pieces: the bytes of the special tokens, by id.
-        infill_ids: ids for `prefix`, `suffix` and `middle`, as far as the vocabulary has them.
+        infill_ids: ids for the parts that `InfillTokens` names, as far as the vocabulary has them.
         context_length: in tokens.
     """
 
@@ -59,7 +63,7 @@ def profile_from_metadata(
 
     infill = None
     if {"prefix", "suffix", "middle"} <= infill_ids.keys():
-        infill = InfillTokens(infill_ids["prefix"], infill_ids["suffix"], infill_ids["middle"])
+        infill = InfillTokens(**infill_ids)
     return Profile(
         context_length=context_length,
         chat_template=metadata.get("tokenizer.chat_template"),

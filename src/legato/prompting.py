@@ -23,13 +23,27 @@ import jinja2.ext
 import jinja2.sandbox
 
 from legato.errors import InvalidField, PromptTooLong, RequestError, UnsupportedFeature
-from legato.profiles import Profile
+from legato.profiles import InfillTokens, Profile
 from legato.seam import Seam
-from legato.types import Chat, CompletionRequest, Infill, Mark, Message, Prompt, SeamOptions, Text, Tokenizer
+from legato.types import (
+    Chat,
+    CompletionRequest,
+    File,
+    Infill,
+    Mark,
+    Message,
+    Prompt,
+    RawPrompt,
+    SeamOptions,
+    Text,
+    Tokenizer,
+)
 
-__all__ = ["render", "render_chat"]
+__all__ = ["render", "render_chat", "render_open"]
 
 _INSTRUCTED = "Continue the text. Write only what comes next."
+_PROJECT, _FILE = "project", "file"
+"""What a repository and a file are called whose names nobody told."""
 
 
 def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, seam: Seam) -> tuple[Prompt, ...]:
@@ -70,9 +84,9 @@ class _Renderer:
         scaffold, prefix = self._scaffold(chat)
         return self._prompt(scaffold, self._plain(prefix), prefix=chat.mark.prefix if chat.mark else "")
 
-    def raw(self, prompt: str | tuple[int, ...]) -> Prompt:
+    def raw(self, prompt: RawPrompt) -> Prompt:
         """Take a prompt as it is; markers in it are control tokens."""
-        ids, floor = self._read_text(prompt) if isinstance(prompt, str) else self._read_ids(prompt)
+        ids, floor = self._read_text(prompt) if isinstance(prompt, str) else self._read_parts(prompt)
         shown = prompt if isinstance(prompt, str) else self._bytes(ids).decode("utf-8", "replace")
         started = self._started(ids)
         ids, floor = started, floor + len(started) - len(ids)
@@ -89,18 +103,29 @@ class _Renderer:
         ids = self._encode(prompt.encode(), special=True)
         return ids, self._after_control(ids)
 
-    def _read_ids(self, prompt: tuple[int, ...]) -> tuple[list[int], int]:
-        """Check a prompt of ids; if they are not what their text is tokenised to, they are meant: all are scaffold."""
+    def _read_parts(self, prompt: Sequence[str | int]) -> tuple[list[int], int]:
+        """Check a prompt of ids and texts; what stands before a text at its end is scaffold."""
         last = len(self._tokenizer.pieces) - 1
-        for index, id in enumerate(prompt):
-            if not 0 <= id <= last:
+        ids: list[int] = []
+        for index, part in enumerate(prompt):
+            if isinstance(part, str):
+                text, floor = self._read_text(part)
+                if index == len(prompt) - 1:
+                    return ids + text, len(ids) + floor
+                ids += text
+            elif 0 <= part <= last:
+                ids.append(part)
+            else:
                 raise InvalidField(
-                    f"`prompt` has token id {id} at index {index}; ids run from 0 to {last}", param="prompt"
+                    f"`prompt` has token id {part} at index {index}; ids run from 0 to {last}", param="prompt"
                 )
-        ids = list(prompt)
+        return ids, self._floor(ids)
+
+    def _floor(self, ids: list[int]) -> int:
+        """Return how many are scaffold: all, if they are meant, because their text is tokenised to others."""
         floor = self._after_control(ids)
         is_text = self._tokenizer.encode(self._bytes(ids[floor:]), special=False) == ids[floor:]
-        return ids, floor if is_text else len(ids)
+        return floor if is_text else len(ids)
 
     def _started(self, ids: list[int]) -> list[int]:
         """Put the start token before ids, exactly once, if the model wants one."""
@@ -122,7 +147,7 @@ class _Renderer:
         end = last + len(opening)
         return prompt[:end], prompt[end:]
 
-    def instructed(self, prompt: str | tuple[int, ...], instructions: str) -> Prompt:
+    def instructed(self, prompt: RawPrompt, instructions: str) -> Prompt:
         """Continue a prompt under instructions, which are never part of the text."""
         if not isinstance(prompt, str):
             raise InvalidField("`instructions` needs `prompt` to be text, not token ids", param="instructions")
@@ -133,29 +158,48 @@ class _Renderer:
         return self._prompt(self._started(header), self._plain(prompt), prefix=prompt)
 
     def infill(self, infill: Infill) -> Prompt:
-        """Lay out prefix and suffix around the markers; the prefix's last bytes are written again behind the middle
-        marker.
+        """Lay out files, prefix and suffix around the markers; the prefix's last bytes are written again behind the
+        middle marker, and what is in the gap already follows them.
         """
         marks = self._profile.infill
         if marks is None:
             raise UnsupportedFeature(
-                "`suffix` needs a model with infill tokens, and this one has none; `qwen2.5-coder-0.5b` has them",
+                "a suffix needs a model with infill tokens, and this one has none; `qwen2.5-coder-0.5b` has them",
                 param="suffix",
             )
-        ids = self._plain(infill.prefix)
-        kept, heal = self._seam.split(ids, 0) if self._options.heal else (len(ids), b"")
-        layout = [marks.prefix, *ids[:kept], marks.suffix, *self._plain(infill.suffix), marks.middle]
-        scaffold = self._started(layout)
+        before, text = self._plain(infill.prefix), infill.prefix + infill.middle
+        if self._options.heal:
+            kept, _ = self._seam.split(before, 0)
+            whole = self._plain(text)
+            before, middle = whole[:kept], whole[kept:]
+        else:
+            middle = self._plain(infill.middle)
+        files = self._files(infill.files, marks)
+        suffix = self._plain(infill.suffix)
+        scaffold = self._started([*files, marks.prefix, *before, marks.suffix, *suffix, marks.middle])
+        ids = [*scaffold, *middle]
+        kept, heal = self._seam.split(ids, len(scaffold)) if self._options.heal else (len(ids), b"")
         return self._checked(
             Prompt(
-                ids=tuple(scaffold),
+                ids=tuple(ids[:kept]),
                 tail=tuple(ids[kept:]),
                 heal=heal,
-                origin=len(infill.prefix.encode()) - len(heal),
+                origin=len(text.encode()) - len(heal),
                 floor=len(scaffold),
-                prefix=infill.prefix,
+                prefix=text,
             )
         )
+
+    def _files(self, files: Sequence[File], marks: InfillTokens) -> list[int]:
+        """Lay out other files as a repository, or, where the model knows none, as plain text before the prefix."""
+        if not files:
+            return []
+        if marks.repo is None or marks.file is None:
+            return self._plain("".join(f"{file.name}\n{file.text}\n\n" for file in files))
+        ids = [marks.repo, *self._plain(f"{_PROJECT}\n")]
+        for file in files:
+            ids += [marks.file, *self._plain(f"{file.name}\n{file.text}\n")]
+        return [*ids, marks.file, *self._plain(f"{_FILE}\n")]
 
     def _prompt(self, scaffold: Sequence[int], ids: Sequence[int], *, prefix: str) -> Prompt:
         """Cut scaffold and text at the seam."""
@@ -174,7 +218,9 @@ class _Renderer:
         if prompt.num_tokens >= limit:
             raise PromptTooLong(
                 f"this model's maximum context length is {limit} tokens, but the prompt has {prompt.num_tokens}; "
-                "at least one must be left for the answer"
+                "at least one must be left for the answer",
+                num_tokens=prompt.num_tokens,
+                context_length=limit,
             )
         return prompt
 
@@ -203,11 +249,7 @@ class _Renderer:
         for part, is_literal in _parts(text, literals):
             ids += self._encode(part.encode(), special=not is_literal)
         ids = self._started(ids)
-        mark = chat.mark
-        if mark is None:
-            return ids, ""
-        named = f"{mark.name}: " if mark.name else ""
-        return ids, named + mark.prefix
+        return ids, _opened(chat.mark)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,6 +258,24 @@ class _Renderer:
 
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What Python raises when a template does not fit the messages, or they are nested too deep."""
+
+
+def render_open(chat: Chat, profile: Profile) -> str:
+    """Render a chat whose assistant's turn is open as one text: the raw prompt that means the same.
+
+    Raises:
+        UnsupportedFeature, InvalidField: as `render_chat`.
+    """
+    text, _ = render_chat(chat, profile, re.compile("(?!)"))
+    return text + _opened(chat.mark)
+
+
+def _opened(mark: Mark | None) -> str:
+    """Return what stands in the open turn already."""
+    if mark is None:
+        return ""
+    named = f"{mark.name}: " if mark.name else ""
+    return named + mark.prefix
 
 
 class _TemplateError(Exception):
@@ -233,7 +293,7 @@ def render_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str]) -> 
         InvalidField: the template refuses the messages.
     """
     if profile.chat_template is None:
-        raise UnsupportedFeature("this model has no chat template, so it takes no `messages`", param="messages")
+        raise UnsupportedFeature("this model has no chat template: it continues raw text only", param="messages")
     literals: dict[str, str] = {}
     nonce = secrets.token_hex(8)
 

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 __all__ = [
+    "REST_OF_CONTEXT",
     "Accepted",
     "Answer",
     "Capabilities",
     "Chat",
     "CompletionRequest",
     "Delta",
+    "File",
     "FinishReason",
     "Finished",
     "Infill",
@@ -26,6 +28,7 @@ __all__ = [
     "Message",
     "Output",
     "Prompt",
+    "RawPrompt",
     "Sampling",
     "SamplingOptions",
     "ScoredToken",
@@ -35,10 +38,14 @@ __all__ = [
     "Stops",
     "Text",
     "TextToken",
+    "Times",
     "Token",
     "Tokenizer",
     "Usage",
 ]
+
+REST_OF_CONTEXT = -1
+"""As `max_tokens`: as many as the context has room for."""
 
 FinishReason = Literal["stop", "length", "repetition", "error", "cancelled"]
 
@@ -72,21 +79,36 @@ class Tokenizer(Protocol):
 # What was asked. None means "not said"; `pipeline.plan` fills it.
 
 
+RawPrompt = str | tuple[str | int, ...]
+"""A text, or token ids and texts one after the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Raw prompts, each text or token ids, continued as they are."""
+    """Raw prompts, continued as they are. Without any there is nothing to do but to see whether the model is there."""
 
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[RawPrompt, ...]
     instructions: str | None = None
     """How to continue, as a top-level directive (MoArk's `instructions`)."""
 
 
 @dataclass(frozen=True, slots=True)
+class File:
+    """Another file of the same project."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Infill:
-    """The text before and after the cursor."""
+    """The text before and after the gap, and what may help to fill it."""
 
     prefix: str
     suffix: str
+    middle: str = ""
+    """What stands in the gap already."""
+    files: tuple[File, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +201,11 @@ class CompletionRequest:
     """One request, as asked, free of any dialect's spelling."""
 
     model: str
+    """A served name; empty: the first model."""
     source: Source
     sampling: SamplingOptions = SamplingOptions()
     max_tokens: int | None = None
+    """None: what is usual for the source; `REST_OF_CONTEXT`: all there is room for."""
     num_choices: int = 1
     num_drawn: int | None = None
     """Choices to write for each prompt, of which the `num_choices` likeliest are returned; None: no more than those."""
@@ -196,6 +220,8 @@ class CompletionRequest:
     """Share KV entries only with requests that name the same."""
     timeout_s: float | None = None
     """Seconds that the answer may take, waiting included."""
+    max_writing_s: float | None = None
+    """Seconds that it may take from its first token on."""
     ignored: tuple[str, ...] = ()
     """Names of fields that were accepted and have no effect."""
     caller: str = ""
@@ -372,6 +398,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds that one choice took: until its first token, and from there on."""
+
+    reading_s: float
+    writing_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """An engine has taken a choice's Job: from here on the request is answered, not refused."""
 
@@ -401,6 +435,7 @@ class Finished:
     matched: str | None
     """The stop that ended it; None if none did."""
     usage: Usage
+    times: Times
     mean_logprob: float | None = None
     """Of the answer's tokens; None if there are none or they were not scored."""
 
@@ -413,7 +448,9 @@ class Answer:
     text: str
     tokens: tuple[TextToken, ...]
     reason: FinishReason
+    matched: str | None
     usage: Usage
+    times: Times
     mean_logprob: float | None = None
     prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()

@@ -14,10 +14,13 @@ from typing import Any
 
 from legato.errors import MalformedBody
 
-__all__ = ["DONE", "KEEP_ALIVE", "encode_event", "encode_json", "parse_body"]
+__all__ = ["DONE", "EVENTS", "KEEP_ALIVE", "LINES", "encode_event", "encode_json", "encode_line", "parse_body"]
 
 MAX_DEPTH = 64
-KEEP_ALIVE = b": keep-alive\n\n"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+KEEP_ALIVE = {EVENTS: b": keep-alive\n\n", LINES: b" "}
+"""What may be sent at any time: a comment; a blank before the next line's JSON."""
 DONE = b"data: [DONE]\n\n"
 
 _LINE_BREAKS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029", "\u0085": "\\u0085"})
@@ -61,6 +64,11 @@ def encode_json(value: Any) -> bytes:
 def encode_event(value: Any) -> bytes:
     """Write a value as one server-sent event: one `data:` line and a blank line."""
     return b"data: " + encode_json(value) + b"\n\n"
+
+
+def encode_line(value: Any) -> bytes:
+    """Write a value as one line."""
+    return encode_json(value) + b"\n"
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -130,6 +130,41 @@ def test_any_json_is_answered_or_refused(client: httpx2.Client, server: Served, 
     assert server.engine.counters()["running"] == 0
 
 
+NATIVE = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.just("m") | SCALARS,
+        "prompt": VALUES | PROMPTS,
+        "suffix": SCALARS,
+        "input_prefix": st.text(max_size=4),
+        "input_suffix": st.text(max_size=4),
+        "input_extra": VALUES | st.lists(st.fixed_dictionaries({"text": st.text(max_size=3)}), max_size=2),
+        "n_predict": st.integers(-2, 20),
+        "n": st.integers(0, 17),
+        "logit_bias": VALUES | st.lists(st.tuples(st.integers(0, 256), st.booleans() | st.floats(-5, 5)), max_size=3),
+        "options": VALUES | st.dictionaries(st.sampled_from(["num_predict", "stop", "top_k"]), VALUES, max_size=2),
+        "stream": st.booleans(),
+        "raw": st.booleans(),
+        "content": SCALARS,
+        "tokens": VALUES | st.lists(st.integers(-1, 300), max_size=4),
+        "messages": MESSAGES,
+    },
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(body=NATIVE | VALUES)
+@pytest.mark.parametrize(
+    "path", ["/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/api/generate"]
+)
+def test_any_json_is_answered_or_refused_on_native_paths(
+    client: httpx2.Client, server: Served, path: str, body: Any
+) -> None:
+    response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404, 501), response.text
+    assert server.engine.counters()["running"] == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=60) | st.text(alphabet='{}[]",:\\u0dtrue1e-. ', max_size=40).map(str.encode))
 def test_any_bytes_are_refused_or_answered(client: httpx2.Client, data: bytes) -> None:

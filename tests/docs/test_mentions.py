@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 
 from legato.config import LimitSettings, ServerSettings
-from legato.dialects import dashscope, deepseek, maas, mistral, openai
+from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
 from legato.dialects.base import Body
 from legato.errors import LegatoError
 from legato.models import Models
@@ -41,9 +41,19 @@ def test_every_error_code_is_named() -> None:
     assert sorted(code for code in codes if code not in text) == []
 
 
-def test_every_request_field_is_named() -> None:
-    text = read("dialects/openai.md")
-    bodies = (openai._CompletionsBody, openai._ChatBody)
+@pytest.mark.parametrize(
+    ("page", "bodies"),
+    [
+        ("openai", (openai._CompletionsBody, openai._ChatBody)),
+        (
+            "llamacpp",
+            (llamacpp._CompletionBody, llamacpp._InfillBody, llamacpp._TokenizeBody, llamacpp._DetokenizeBody),
+        ),
+        ("ollama", (ollama._GenerateBody,)),
+    ],
+)
+def test_every_request_field_is_named(page: str, bodies: tuple[type[Body], ...]) -> None:
+    text = read(f"dialects/{page}.md")
     names = {name for body in bodies for name in column(body_fields(body)())}
     assert sorted(name for name in names if name not in text) == []
 

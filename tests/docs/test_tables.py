@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from legato.cli import group
 from legato.config import Settings, load_settings
+from legato.dialects import llamacpp, ollama
 from legato.dialects import openai as dialect
 from legato.dialects.bodies import CommonBody
 from legato.dialects.shapes import error_type
@@ -192,6 +193,16 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[], Iterator[Row]]]] = {
         body_fields(dialect._CompletionsBody, CommonBody),
     ),
     "fields of chat": (("field", "allowed", "default", "meaning"), body_fields(dialect._ChatBody, CommonBody)),
+    "fields of llama.cpp": (("field", "allowed", "default", "meaning"), body_fields(llamacpp._GenerationBody)),
+    "fields of completion": (
+        ("field", "allowed", "default", "meaning"),
+        body_fields(llamacpp._CompletionBody, llamacpp._GenerationBody),
+    ),
+    "fields of infill": (
+        ("field", "allowed", "default", "meaning"),
+        body_fields(llamacpp._InfillBody, llamacpp._GenerationBody),
+    ),
+    "fields of ollama": (("field", "allowed", "default", "meaning"), body_fields(ollama._GenerateBody)),
 }
 
 

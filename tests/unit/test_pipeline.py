@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from legato.pipeline import choose_best
-from legato.types import Answer, Usage
+from legato.types import Answer, Times, Usage
 
 
 def answer(choice: int, mean_logprob: float | None) -> Answer:
     """An answer with its likelihood."""
-    return Answer(choice, f"text {choice}", (), "stop", Usage(3, 2), mean_logprob)
+    return Answer(choice, f"text {choice}", (), "stop", None, Usage(3, 2), Times(0, 0), mean_logprob)
 
 
 def test_the_likeliest_are_kept_prompt_by_prompt_and_numbered_anew() -> None:

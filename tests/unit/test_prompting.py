@@ -7,9 +7,9 @@ import pytest
 from legato.engines.scripted import ByteTokenizer
 from legato.errors import InvalidField, PromptTooLong, UnsupportedFeature
 from legato.profiles import InfillTokens, Profile
-from legato.prompting import render
+from legato.prompting import render, render_open
 from legato.seam import Seam
-from legato.types import Chat, CompletionRequest, Infill, Mark, Message, Prompt, Source, Text
+from legato.types import Chat, CompletionRequest, File, Infill, Mark, Message, Prompt, Source, Text
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}"
@@ -100,6 +100,36 @@ def test_infill_puts_both_sides_around_the_markers() -> None:
     with pytest.raises(UnsupportedFeature, match="infill tokens") as caught:
         prompt_for(Infill("ab", "cd"))
     assert caught.value.param == "suffix"
+
+
+def test_what_stands_in_the_gap_is_continued_behind_the_middle_marker() -> None:
+    marks = InfillTokens(prefix=1, suffix=2, middle=3)
+    prompt = prompt_for(Infill("ab", "cd", middle="ef"), infill=marks)
+    assert prompt.ids == (1, *b"ab", 2, *b"cd", 3, *b"ef")
+    assert prompt.floor == len(prompt.ids) - 2
+    assert (prompt.prefix, prompt.origin) == ("abef", 4)
+
+
+def test_files_are_a_repository_or_plain_text_before_the_prefix() -> None:
+    infill = Infill("ab", "cd", files=(File("x.py", "1"), File("y.py", "2")))
+    known = prompt_for(infill, infill=InfillTokens(1, 2, 3, repo=4, file=5))
+    repository = (4, *b"project\n", 5, *b"x.py\n1\n", 5, *b"y.py\n2\n", 5, *b"file\n")
+    assert known.ids == (*repository, 1, *b"ab", 2, *b"cd", 3)
+    plain = prompt_for(infill, infill=InfillTokens(1, 2, 3))
+    assert plain.ids == (*b"x.py\n1\n\ny.py\n2\n\n", 1, *b"ab", 2, *b"cd", 3)
+
+
+def test_ids_and_texts_follow_each_other() -> None:
+    prompt = prompt_for(Text(((97, "b<|end|>", 99, "de"),)))
+    assert prompt.ids == (*b"ab", 256, *b"cde")
+    assert (prompt.floor, prompt.prefix) == (4, "ab<|end|>cde")
+
+
+def test_a_chat_is_a_raw_prompt_whose_turn_is_open() -> None:
+    facts = Profile(context_length=500, chat_template=TEMPLATE)
+    text = render_open(Chat((USER,), Mark("I am ")), facts)
+    assert text == "[user]Hi<|end|>[assistant]I am "
+    assert prompt_for(Text((text,))).ids == prompt_for(Chat((USER,), Mark("I am "))).ids
 
 
 def test_c047_an_empty_prompt_needs_a_start_token() -> None:

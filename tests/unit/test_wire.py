@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.errors import MalformedBody
-from legato.wire import DONE, KEEP_ALIVE, encode_event, encode_json, parse_body
+from legato.wire import DONE, EVENTS, KEEP_ALIVE, encode_event, encode_json, parse_body
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
@@ -120,7 +120,7 @@ def test_what_is_written_is_read_again(value: dict[str, Any]) -> None:
 @given(st.lists(VALUES, max_size=4))
 def test_every_frame_survives_a_naive_reader(values: list[Any]) -> None:
     """A reader that splits text at everything that Python takes for a line's end, as httpx does."""
-    stream = b"".join([KEEP_ALIVE, *(encode_event(value) for value in values), DONE]).decode()
+    stream = b"".join([KEEP_ALIVE[EVENTS], *(encode_event(value) for value in values), DONE]).decode()
     lines = [line for line in stream.splitlines() if line and not line.startswith(":")]
     assert lines.pop() == "data: [DONE]"
     assert [json.loads(line.removeprefix("data: ")) for line in lines] == values

@@ -6,15 +6,28 @@ frames. It knows no engine, model or socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from legato.errors import InvalidField, LegatoError
-from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Usage
+from legato.profiles import Profile
+from legato.types import Accepted, Answer, Chat, CompletionRequest, Delta, Finished, Tokenizer, Usage
 
-__all__ = ["Body", "Dialect", "Encoder", "Facts", "read_body", "unknown_fields"]
+__all__ = [
+    "Answerer",
+    "Body",
+    "Catalogue",
+    "Dialect",
+    "Encoder",
+    "Facts",
+    "KnownModel",
+    "Reply",
+    "read_body",
+    "unknown_fields",
+]
 
 Facts = Mapping[str, Any]
 """The `legato` block of an answer (DESIGN 9.1); empty if it was not asked for."""
@@ -57,6 +70,60 @@ class Dialect(Protocol):
 
     def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
         """Return an error's status and body."""
+
+
+class KnownModel(Protocol):
+    """What can be said of a model without its engine."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+
+    @property
+    def profile(self) -> Profile:
+        """Facts about it."""
+
+    @property
+    def num_places(self) -> int:
+        """How many answers it writes at once."""
+
+    def open_turn(self, chat: Chat) -> str:
+        """Render a chat as one raw prompt."""
+
+
+class Catalogue(Protocol):
+    """The models that are served."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names and aliases."""
+
+    @property
+    def started(self) -> float:
+        """When the server started, in seconds since 1970."""
+
+    def find(self, name: str) -> KnownModel:
+        """Return the model of a name, the first one for none.
+
+        Raises:
+            ModelNotFound: there is none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The JSON that a question is answered with, and the fields of the question that had no effect."""
+
+    value: Any
+    ignored: Sequence[str] = ()
+
+
+Answerer = Callable[[dict[str, Any], Catalogue], Reply]
+"""Answers what needs no engine: one path of a dialect beside those that generate."""
 
 
 class Body(BaseModel):

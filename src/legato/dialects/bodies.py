@@ -29,6 +29,7 @@ from legato.types import (
 )
 
 __all__ = [
+    "MAX_CHOICES",
     "MAX_STOPS",
     "MAX_STOP_BYTES",
     "ChatBody",
@@ -36,10 +37,14 @@ __all__ = [
     "FlaggedChatBody",
     "MessageBody",
     "NumChoices",
+    "Penalty",
+    "Seed",
+    "Temperature",
     "has_mark",
     "read_stops",
 ]
 
+MAX_CHOICES = 64
 MAX_STOPS = 32
 MAX_STOP_BYTES = 256
 

@@ -12,14 +12,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import CommonBody, FlaggedChatBody, MessageBody, NumChoices, has_mark
+from legato.dialects.bodies import MAX_CHOICES, CommonBody, FlaggedChatBody, MessageBody, NumChoices, has_mark
 from legato.dialects.shapes import ChatRoute, CompletionsRoute
 from legato.errors import InvalidField
 from legato.types import CompletionRequest, Infill, Output, Source, Text
 
 __all__ = ["ChatDialect", "CompletionsDialect"]
-
-MAX_CHOICES = 64
 
 _PROMPT = "a text, a list of texts, a list of token ids or a list of such lists, and not empty"
 

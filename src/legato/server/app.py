@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
-from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,40 +22,42 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, Settings
-from legato.dialects import dashscope, deepseek, maas, mistral, openai
-from legato.dialects.base import Dialect, Encoder, Facts
+from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
+from legato.dialects.base import Answerer, Dialect, Encoder, Facts
 from legato.dialects.shapes import OPENAI
 from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
 from legato.server.connection import connections
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
-from legato.server.streaming import send_body, send_stream, while_connected
+from legato.server.queries import Query, ServedModels, ignored_header
+from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.types import Delta, Finished, Usage
-from legato.wire import encode_json, parse_body
+from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
 __all__ = ["create_app", "listen", "run_app", "serve"]
 
 _GRACE_S = 5
-_MAX_HEADER = 2048
-"""Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
 _SEND_BUFFER_BYTES = 64 * 1024
 """What the system may hold for a client that does not read; by default it would grow to megabytes."""
-_PLAN_IN_THREAD_BYTES = 32 * 1024
-"""A body larger than this is tokenised off the event loop."""
 
 
 def create_app(models: Models, server: ServerSettings, limits: LimitSettings) -> ASGIApp:
     """Build the application over models that are already loaded."""
     gate = Gate(server, limits)
     started = int(time.time())
+    catalogue = ServedModels(models, started)
+
+    def route(method: str, path: str, endpoint: Endpoint, *, is_public: bool = False) -> Route:
+        takes_x_api_key = path in _LLAMACPP
+        guarded = Guarded(gate, _reply(path), endpoint, is_public=is_public, takes_x_api_key=takes_x_api_key)
+        return Route(path, guarded, methods=[method])
 
     def generation(path: str, dialect: Dialect) -> Route:
-        endpoint = Generation(dialect, models, gate)
-        return Route(path, Guarded(gate, dialect.encode_error, endpoint), methods=["POST"])
+        return route("POST", path, Generation(dialect, models, gate))
 
-    def operation(path: str, endpoint: Endpoint, *, is_public: bool = False) -> Route:
-        return Route(path, Guarded(gate, _reply(path), endpoint, is_public=is_public), methods=["GET"])
+    def query(method: str, path: str, answer: Answerer) -> Route:
+        return route(method, path, Query(answer, catalogue, gate))
 
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
         counts = {}
@@ -99,10 +100,19 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
             generation("/compatible-mode/v1/chat/completions", dashscope.ChatDialect()),
             generation("/beta/completions", deepseek.CompletionsDialect()),
             generation("/beta/chat/completions", deepseek.ChatDialect()),
-            operation("/v1/models", list_models),
-            operation("/v1/models/{name:path}", show_model),
-            operation("/openai/v1/models", list_models),
-            operation("/health", health, is_public=True),
+            generation("/completion", llamacpp.CompletionDialect()),
+            generation("/infill", llamacpp.InfillDialect()),
+            query("POST", "/tokenize", llamacpp.tokenize),
+            query("POST", "/detokenize", llamacpp.detokenize),
+            query("POST", "/apply-template", llamacpp.apply_template),
+            query("GET", "/props", llamacpp.props),
+            generation("/api/generate", ollama.GenerateDialect()),
+            query("GET", "/api/tags", ollama.tags),
+            query("GET", "/api/version", ollama.version),
+            route("GET", "/v1/models", list_models),
+            route("GET", "/v1/models/{name:path}", show_model),
+            route("GET", "/openai/v1/models", list_models),
+            route("GET", "/health", health, is_public=True),
         ],
         exception_handlers={404: not_found, 405: not_allowed},
     )
@@ -110,19 +120,22 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
     return app
 
 
-_SHAPES = (
-    ("/v1/fim/", mistral.SHAPE),
-    ("/v2/", maas.SHAPE),
-    ("/openai/", maas.SHAPE),
-    ("/compatible-mode/", dashscope.SHAPE),
-    ("/beta/", deepseek.SHAPE),
+_LLAMACPP = ("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/props")
+_REPLIES = (
+    ("/v1/fim/", mistral.SHAPE.encode_error),
+    ("/v2/", maas.SHAPE.encode_error),
+    ("/openai/", maas.SHAPE.encode_error),
+    ("/compatible-mode/", dashscope.SHAPE.encode_error),
+    ("/beta/", deepseek.SHAPE.encode_error),
+    ("/api/", ollama.encode_ollama_error),
+    *((path, llamacpp.encode_llamacpp_error) for path in _LLAMACPP),
 )
 """How the paths that begin like this write errors; others do as OpenAI."""
 
 
 def _reply(path: str) -> Reply:
     """Return what writes the errors of a path, whether or not there is something at it."""
-    return next((shape for start, shape in _SHAPES if path.startswith(start)), OPENAI).encode_error
+    return next((reply for start, reply in _REPLIES if path.startswith(start)), OPENAI.encode_error)
 
 
 def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
@@ -156,16 +169,15 @@ class Generation:
         body = await self._gate.read_body(scope, receive)
         request = replace(self._dialect.parse(parse_body(body)), caller=scope["caller"])
         model = self._models.resolve(request.model)
-        if len(body) > _PLAN_IN_THREAD_BYTES:
-            run = await while_connected(receive, asyncio.to_thread(plan, request, model))
-        else:
-            run = plan(request, model)
+        run = await run_aside(receive, len(body), lambda: plan(request, model))
         headers = _report_headers(run.report)
-        encoder = self._dialect.encoder(request)
+        encoder = self._dialect.encoder(run.request)
         if request.output.stream:
-            headers["content-type"] = self._dialect.stream_type
+            kind = self._dialect.stream_type
+            headers["content-type"] = kind
             async with aclosing(run.events()) as events:
-                stream = send_stream(send, _frames(run, encoder, events), encoder.failure, headers)
+                frames = _frames(run, encoder, events)
+                stream = send_stream(send, frames, encoder.failure, headers, KEEP_ALIVE[kind])
                 await while_connected(receive, stream)
         else:
             drawn = await while_connected(receive, collect(run.events()))
@@ -193,19 +205,11 @@ def _report_headers(report: Report) -> dict[str, str]:
     headers = {
         "legato-seed": str(report.seed),
         "legato-healed": ", ".join(map(str, report.healed_bytes)),
+        **ignored_header(report.ignored),
     }
-    if report.ignored:
-        headers["legato-ignored"] = _shorten(", ".join(quote(name, safe="[]._-") for name in report.ignored))
     if report.clipped:
         headers["legato-clipped"] = ", ".join(report.clipped)
     return headers
-
-
-def _shorten(names: str) -> str:
-    """Leave out the last of a list of names if it would not fit into a header; `...` stands for them."""
-    if len(names) <= _MAX_HEADER:
-        return names
-    return names[:_MAX_HEADER].rpartition(", ")[0] + ", ..."
 
 
 def _facts(run: Run, usage: Usage) -> Facts:

@@ -74,9 +74,10 @@ class Gate:
             shown = name.decode("latin-1")
             raise HostNotAllowed(f"this server does not answer for host `{shown}`; see `server.allowed_hosts`")
 
-    def check_key(self, scope: Scope) -> str:
+    def check_key(self, scope: Scope, *, takes_x_api_key: bool = False) -> str:
         """Refuse a caller without a key, if keys are configured. Keys are compared as hashes of bytes, in constant
-        time. Return a name for the key that does not give it away; empty without keys.
+        time. Return a name for the key that does not give it away; empty without keys. Where `X-Api-Key` is taken,
+        it counts if there is no bearer token.
 
         Raises:
             NotAuthenticated: the key is missing or wrong.
@@ -84,9 +85,13 @@ class Gate:
         if not self._digests:
             return ""
         scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not token.strip():
-            raise KeyMissing("no key was given: send `Authorization: Bearer KEY`")
-        digest = hashlib.sha256(token.strip()).digest()
+        key = token.strip() if scheme.lower() == b"bearer" else b""
+        if not key and takes_x_api_key:
+            key = (header(scope, b"x-api-key") or b"").strip()
+        if not key:
+            also = " or `X-Api-Key: KEY`" if takes_x_api_key else ""
+            raise KeyMissing(f"no key was given: send `Authorization: Bearer KEY`{also}")
+        digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # All of them: no early end.
         if not any(matches):
             raise NotAuthenticated("Incorrect API key provided")
@@ -138,11 +143,13 @@ class Guarded:
         endpoint: Endpoint,
         *,
         is_public: bool = False,
+        takes_x_api_key: bool = False,
     ) -> None:
         self._gate = gate
         self._reply = reply
         self._endpoint = endpoint
         self._is_public = is_public
+        self._takes_x_api_key = takes_x_api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -150,7 +157,9 @@ class Guarded:
         started = time.perf_counter()
         try:
             self._gate.check_host(scope)
-            caller = "" if self._is_public else self._gate.check_key(scope)
+            caller = ""
+            if not self._is_public:
+                caller = self._gate.check_key(scope, takes_x_api_key=self._takes_x_api_key)
             await self._endpoint({**scope, "caller": caller}, exchange.receive, exchange.send)
         except ClientGone:
             exchange.status = 499

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Send
 
 from legato.errors import LegatoError
-from legato.wire import KEEP_ALIVE
 
-__all__ = ["ClientGone", "send_body", "send_stream", "while_connected"]
+__all__ = ["ClientGone", "run_aside", "send_body", "send_stream", "while_connected"]
 
 KEEP_ALIVE_S = 10.0
+_ASIDE_BYTES = 32 * 1024
+"""A body larger than this is tokenised off the event loop."""
 
 _Result = TypeVar("_Result")
 
@@ -46,6 +47,17 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
+async def run_aside(receive: Receive, num_bytes: int, work: Callable[[], _Result]) -> _Result:
+    """Run `work`, in a thread if it is over a large body.
+
+    Raises:
+        ClientGone: the client went away meanwhile.
+    """
+    if num_bytes <= _ASIDE_BYTES:
+        return work()
+    return await while_connected(receive, asyncio.to_thread(work))
+
+
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -56,10 +68,11 @@ async def send_stream(
     frames: AsyncGenerator[bytes, None],
     failure: Callable[[LegatoError], Iterable[bytes]],
     headers: Mapping[str, str],
+    keep_alive: bytes,
 ) -> None:
-    """Send frames as they come, with a comment after each `KEEP_ALIVE_S` of silence.
+    """Send frames as they come, and `keep_alive` after each `KEEP_ALIVE_S` of silence.
 
-    The response begins with the first frame, also an empty one, or with the first comment. An error before that is
+    The response begins with the first frame, also an empty one, or the first `keep_alive`. An error before that is
     raised, so that it can have its own status; later it is told by the frames of `failure`.
     """
     has_begun = False
@@ -72,7 +85,7 @@ async def send_stream(
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     try:
-        async with aclosing(_with_comments(frames)) as pieces:
+        async with aclosing(_kept_alive(frames, keep_alive)) as pieces:
             async for data in pieces:
                 await write(data)
     except LegatoError as error:
@@ -83,15 +96,15 @@ async def send_stream(
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _with_comments(frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Fill silence with comments."""
+async def _kept_alive(frames: AsyncGenerator[bytes, None], keep_alive: bytes) -> AsyncGenerator[bytes, None]:
+    """Fill silence."""
     async with aclosing(frames):
         step = asyncio.ensure_future(anext(frames, None))
         try:
             while True:
                 done, _ = await asyncio.wait({step}, timeout=KEEP_ALIVE_S)
                 if not done:
-                    yield KEEP_ALIVE
+                    yield keep_alive
                     continue
                 frame = step.result()
                 if frame is None:

@@ -96,6 +96,8 @@ class Vocabulary:
                 ("prefix", llama_cpp.llama_vocab_fim_pre(vocab)),
                 ("suffix", llama_cpp.llama_vocab_fim_suf(vocab)),
                 ("middle", llama_cpp.llama_vocab_fim_mid(vocab)),
+                ("repo", llama_cpp.llama_vocab_fim_rep(vocab)),
+                ("file", llama_cpp.llama_vocab_fim_sep(vocab)),
             )
             if id >= 0
         }

@@ -371,10 +371,6 @@ class Scheduler:
             if not self._free and not self._release_one():
                 break
             sequence = self._waiting.popleft()
-            if sequence.job.max_tokens == 0 and not sequence.job.score_prompt:
-                self._out.append((sequence.job.id, Step()))
-                self._out.append((sequence.job.id, Step(finish="length")))
-                continue
             if not self._start(sequence):
                 held_back.append(sequence)
                 continue

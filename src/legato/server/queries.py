@@ -1,0 +1,92 @@
+"""Questions that are answered without an engine: a text's tokens, a chat's prompt, which models there are.
+
+It receives a body and returns what a dialect makes of it. It runs no Jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from starlette.types import Receive, Scope, Send
+
+from legato.dialects.base import Answerer, KnownModel
+from legato.models import Model, Models
+from legato.profiles import Profile
+from legato.prompting import render_open
+from legato.server.middleware import Gate
+from legato.server.streaming import run_aside, send_body
+from legato.types import Chat, Tokenizer
+from legato.wire import encode_json, parse_body
+
+__all__ = ["Query", "ServedModels", "ignored_header"]
+
+_MAX_HEADER = 2048
+"""Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
+
+
+class Query:
+    """The endpoint of one path."""
+
+    def __init__(self, answer: Answerer, models: ServedModels, gate: Gate) -> None:
+        self._answer = answer
+        self._models = models
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Parse and answer."""
+        data = await self._gate.read_body(scope, receive) if scope["method"] == "POST" else b"{}"
+        reply = await run_aside(receive, len(data), lambda: self._answer(parse_body(data), self._models))
+        await send_body(send, encode_json(reply.value), status=200, headers=ignored_header(reply.ignored))
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names fields without effect; none if there are none."""
+    if not names:
+        return {}
+    text = ", ".join(quote(name, safe="[]._-") for name in names)
+    if len(text) > _MAX_HEADER:
+        text = text[:_MAX_HEADER].rpartition(", ")[0] + ", ..."
+    return {"legato-ignored": text}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """What dialects may know of the served models; implements `dialects.base.Catalogue`."""
+
+    models: Models
+    started: float
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names and aliases."""
+        return tuple(self.models.served)
+
+    def find(self, name: str) -> KnownModel:
+        """Return the model of a name, the first one for none."""
+        return _ServedModel(self.models.resolve(name))
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedModel:
+    model: Model
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.engine.tokenizer
+
+    @property
+    def profile(self) -> Profile:
+        return self.model.engine.profile
+
+    @property
+    def num_places(self) -> int:
+        return self.model.admission.max_running
+
+    def open_turn(self, chat: Chat) -> str:
+        return render_open(chat, self.profile)
