@@ -296,6 +296,7 @@ def test_what_is_not_there_is_refused(small: Served, fields: dict[str, Any]) -> 
 def test_errors_have_numbers_for_codes(small: Served) -> None:
     check_error(small.post(COMPLETION, {"prompt": "x", "model": "none"}), 404, "not_found_error")
     check_error(small.post(COMPLETION, []), 400)
+    assert "POST" in check_error(small.get(COMPLETION), 405)["message"]
     error = check_error(small.post(COMPLETION, {"prompt": "x " * 9000}), 400, "exceed_context_size_error")
     assert error["n_prompt_tokens"] > error["n_ctx"] > 0
     check_error(small.post(INFILL, {"input_prefix": "x", "input_suffix": "y"}), 501, "not_supported_error")

@@ -88,7 +88,7 @@ def test_the_async_client_generates_and_streams(small: Served) -> None:
 
 
 def test_the_client_lists_models(small: Served, client: ollama.Client) -> None:
-    assert [model.model for model in client.list().models] == [small.name, "deepseek-v3.2"]
+    assert [model.model for model in client.list().models] == list(small.models.served)
     assert set(small.get("/api/tags").json()["models"][0]) >= {"name", "modified_at", "size", "digest", "details"}
     assert small.get("/api/version").json() == {"version": "0.1.0"}
 
@@ -275,6 +275,11 @@ def locked() -> Iterator[Served]:
     """A server that wants a key."""
     with serve_script([b"ok"], server=ServerSettings(port=0, api_keys=("right",))) as served:
         yield served
+
+
+def test_other_methods_are_refused_as_ollama_does(small: Served) -> None:
+    assert "POST" in check_error(small.get(GENERATE), 405)
+    assert "/api/chat" in check_error(small.post("/api/chat", {}), 404)
 
 
 def test_a_key_is_wanted(locked: Served) -> None:
