@@ -178,12 +178,11 @@ def serve_script(script: Script | Callable[[Job], Script], **options: Any) -> It
 
     engine_options = {"context_length": options.pop("context_length")} if "context_length" in options else {}
     admission = options.pop("admission", None)
-    chat_template = options.pop("chat_template", None)
+    profile = {name: options.pop(name) for name in ("chat_template", "reasoning") if name in options}
 
     async def load() -> Models:
         engine = ScriptedEngine(script, **engine_options)
-        if chat_template is not None:
-            engine.profile = replace(engine.profile, chat_template=chat_template)
+        engine.profile = replace(engine.profile, **profile)
         return Models({"m": Model("m", engine, admission or Admission())}, {})
 
     with serve(load, **options) as served:

@@ -84,6 +84,10 @@ class ModelSettings:
     """Most bytes of idle prompts and answers that had to leave the KV cache and can be read back."""
     spill_dir: str = ""
     """A folder where these are kept, also over a restart; empty: in memory."""
+    reasoning_open: str = ""
+    """What the model writes before it thinks; empty: what its chat template says."""
+    reasoning_close: str = ""
+    """What it writes when it has thought; given together with `reasoning_open`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +307,10 @@ def _check(settings: Settings) -> None:
             f"`server.host` is {server.host}, which others can reach, and no `server.api_keys` are set; "
             "set keys, or use `--insecure` if everyone may use this server"
         )
+    for name, model in settings.models.items():
+        if bool(model.reasoning_open) != bool(model.reasoning_close):
+            given, missing = ("open", "close") if model.reasoning_open else ("close", "open")
+            raise ConfigError(f"`models.{name}.reasoning_{given}` needs `models.{name}.reasoning_{missing}` beside it")
     for alias, name in settings.aliases.items():
         if name not in settings.models:
             served = ", ".join(f"`{name}`" for name in settings.models)

@@ -6,7 +6,7 @@ It receives settings and returns `Models`, which turn a name into a `Model`. It 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from legato.admission import Admission
@@ -14,7 +14,9 @@ from legato.config import LimitSettings, ModelSettings, Settings, worker_environ
 from legato.engines.base import Engine
 from legato.engines.scripted import ScriptedEngine
 from legato.errors import ConfigError, ModelNotFound
+from legato.profiles import Profile
 from legato.pull import find_model
+from legato.types import Tags
 
 __all__ = ["Model", "Models", "load_models", "model_path"]
 
@@ -99,7 +101,9 @@ async def load_models(settings: Settings) -> Models:
 
 async def _start(name: str, settings: ModelSettings, data_dir: Path) -> Engine:
     if settings.engine == "scripted":
-        return ScriptedEngine()
+        scripted = ScriptedEngine()
+        scripted.profile = _overridden(scripted.profile, settings)
+        return scripted
     path = model_path(name, settings, data_dir)
     try:
         from legato.engines.llamacpp.engine import LlamaCppEngine
@@ -114,7 +118,16 @@ async def _start(name: str, settings: ModelSettings, data_dir: Path) -> Engine:
         spill_bytes=settings.spill_bytes,
         spill_dir=_spill_dir(name, settings),
     )
-    return await LlamaCppEngine.start(worker, worker_environment())
+    engine = await LlamaCppEngine.start(worker, worker_environment())
+    engine.profile = _overridden(engine.profile, settings)
+    return engine
+
+
+def _overridden(profile: Profile, settings: ModelSettings) -> Profile:
+    """Return a profile with what is configured in place of what the model says of itself."""
+    if not settings.reasoning_open:
+        return profile
+    return replace(profile, reasoning=Tags(settings.reasoning_open, settings.reasoning_close))
 
 
 def _spill_dir(name: str, settings: ModelSettings) -> Path | None:

@@ -10,7 +10,7 @@ import asyncio
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,7 +20,7 @@ from legato.errors import InvalidField, UnsupportedFeature
 from legato.loops import Cycle
 from legato.models import Model
 from legato.prompting import render
-from legato.text import Assembler, Utf8
+from legato.text import Assembler, Channels, Piece, Utf8
 from legato.types import (
     REST_OF_CONTEXT,
     Accepted,
@@ -32,12 +32,14 @@ from legato.types import (
     FinishReason,
     Infill,
     Job,
+    Mark,
     Prompt,
     Sampling,
     SamplingOptions,
     Step,
     Text,
     TextToken,
+    Thinking,
     Times,
     Token,
     Usage,
@@ -52,6 +54,8 @@ DEFAULT_MAX_TOKENS = 16
 _GREEDY_BELOW = 1e-4
 """A temperature under this is greedy: dividing logits by it would leave the range of single precision."""
 _MAX_SUFFIX_STOP = 256
+_MAX_DELAY = 8
+"""Tokens of thinking beyond the budget, while there is no good place for the closing tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +108,14 @@ class Run:
         prefix = job.prompt.prefix
         text = Assembler(
             heal=job.prompt.heal,
+            channels=Channels.of(job, self.model.engine.tokenizer.pieces, is_begun=True),
             stops=self._stops(),
             before=prefix if self._joins_stops() else "",
             offset=len(prefix),
             min_tokens=job.min_tokens,
         )
         cycle = Cycle(job.prompt.ids[job.prompt.floor :]) if request.stops.at_cycle else None
+        has_thought = False
         shown: list[TextToken] = []
         num_cached = num_drafted = 0
         reason: FinishReason = "stop"
@@ -121,17 +127,22 @@ class Run:
                 if not step.tokens and not step.prompt and step.finish is None:
                     yield Accepted(choice, self._prompt_ids(job.prompt))
                     if request.output.echo and not job.score_prompt:
-                        yield Delta(choice, prefix)
+                        if job.prompt.thought:
+                            yield Delta(choice, job.prompt.thought, channel="reasoning")
+                        if prefix:
+                            yield Delta(choice, prefix)
                     continue
                 if step.prompt:
                     yield Delta(choice, prefix, _prompt_tokens(step.prompt, prefix))
                 if step.tokens and first is None:
                     first = clock()
                 for token in step.tokens:
-                    released, tokens = text.feed(token)
-                    if released or tokens:
-                        shown += tokens
-                        yield self._delta(choice, released, tokens)
+                    for piece in text.feed(token):
+                        shown += piece.tokens
+                        is_first = piece.channel == "reasoning" and not has_thought
+                        has_thought = has_thought or is_first
+                        if is_first or self._has_news(piece):
+                            yield self._delta(choice, piece)
                     if text.matched is not None:
                         break
                     if cycle is not None and cycle.feed(token.id):
@@ -141,11 +152,11 @@ class Run:
                     break
                 if step.finish is not None:
                     reason = step.finish
-        released, tokens = text.flush()
-        if released or tokens:
-            shown += tokens
-            yield self._delta(choice, released, tokens)
-        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted)
+        for piece in text.flush(is_cut=reason == "length"):
+            shown += piece.tokens
+            if self._has_news(piece):
+                yield self._delta(choice, piece)
+        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted, text.num_thought)
         matched = text.matched if text.matched in request.stops.strings else None
         ended = clock()
         first = first or ended
@@ -160,15 +171,23 @@ class Run:
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         return (*prompt.ids, *prompt.tail) if self.request.output.token_ids else ()
 
-    def _delta(self, choice: int, text: str, tokens: tuple[TextToken, ...]) -> Delta:
-        """Show of an answer's tokens what was asked for."""
+    def _delta(self, choice: int, piece: Piece) -> Delta:
+        """Show of an answer's tokens what was asked for; thinking has no scores."""
         output = self.request.output
+        is_scored = output.logprobs is not None and piece.channel == "content"
         return Delta(
             choice,
-            text,
-            tokens if output.logprobs is not None else (),
-            tuple(token.id for token in tokens) if output.token_ids else (),
+            piece.text,
+            piece.tokens if is_scored else (),
+            tuple(token.id for token in piece.tokens) if output.token_ids else (),
+            piece.channel,
         )
+
+    def _has_news(self, piece: Piece) -> bool:
+        """Whether a piece has anything to show; the first of thinking says by itself that there is some."""
+        output = self.request.output
+        is_told = output.token_ids or (output.logprobs is not None and piece.channel == "content")
+        return bool(piece.text or (is_told and piece.tokens))
 
     def _joins_stops(self) -> bool:
         """Whether a stop may begin before the seam."""
@@ -279,27 +298,47 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             )
         clipped = clipped or (request.max_tokens or 0) > room
         for choice in range(num_drawn):
-            jobs.append(_job(request, prompt, choice, min(wanted, room), sampling, reference))
+            job = _job(request, prompt, choice, min(wanted, room), sampling, reference)
+            jobs.append(replace(job, thinking=_thinking(request, job, model)))
     report = Report(
         seed=seed,
         healed_bytes=tuple(len(prompt.heal) for prompt in prompts),
         clipped=("max_tokens",) if clipped else (),
-        ignored=request.ignored,
+        ignored=(*request.ignored, *_ignored(request, model)),
     )
     return Run(request, model, tuple(jobs), num_drawn, report)
 
 
 def _check_capabilities(request: CompletionRequest, model: Model) -> None:
     can, stops = model.engine.capabilities, request.stops
+    thinks = model.engine.profile.reasoning is not None
     for name, is_asked, is_possible in (
         ("logprobs", request.output.logprobs is not None, can.logprobs),
         ("best_of", request.num_drawn is not None, can.logprobs),
         ("min_tokens", stops.min_tokens > 0, can.ends),
         ("ignore_eos", stops.ignore_end, can.ends),
         ("stop_token_ids", bool(stops.token_ids), can.ends),
+        ("reasoning_effort", thinks and request.reasoning.effort is not None, can.thinking),
+        ("thinking_budget", thinks and request.reasoning.max_tokens is not None, can.thinking),
     ):
         if is_asked and not is_possible:
             raise UnsupportedFeature(f"`{name}` is not something that the engine of `{model.name}` can do", param=name)
+
+
+def _ignored(request: CompletionRequest, model: Model) -> Iterator[str]:
+    """Name what is said about thinking and has no effect on this model."""
+    if not isinstance(request.source, Chat):
+        return
+    mark, place = request.source.mark or Mark(""), f"messages[{len(request.source.messages)}]"
+    if model.engine.profile.reasoning is None:
+        if request.reasoning.effort:
+            yield "reasoning_effort"
+        if request.reasoning.max_tokens:
+            yield "thinking_budget"
+        if mark.reasoning:
+            yield f"{place}.reasoning_content"
+    elif mark.name and mark.reasoning is not None and not mark.prefix:
+        yield f"{place}.name"
 
 
 def _check_ids(name: str, ids: Iterable[int], model: Model) -> None:
@@ -333,6 +372,32 @@ def _job(
         deterministic=request.deterministic,
         cache_salt=_cache_salt(request),
     )
+
+
+def _thinking(request: CompletionRequest, job: Job, model: Model) -> Thinking | None:
+    """Settle how long a Job thinks. An effort leaves room for the closing tag and a token of content."""
+    tags = model.engine.profile.reasoning
+    if tags is None or not isinstance(request.source, Chat):
+        return None
+    tokenizer, asked = model.engine.tokenizer, request.reasoning
+    open_ids, close_ids = (tuple(tokenizer.encode(tag.encode(), special=True)) for tag in (tags.open, tags.close))
+    thinking = Thinking(open_ids, close_ids)
+    if asked.effort is None and asked.max_tokens is None:
+        return thinking
+    num_thought = 0
+    channels = Channels.of(replace(job, thinking=thinking), tokenizer.pieces, is_begun=False)
+    for id in (*job.prompt.ids[job.prompt.turn :], *job.prompt.tail):
+        num_thought += channels.channel == "reasoning"
+        channels.feed(tokenizer.pieces[id])
+    if channels.channel == "content":
+        num_thought = 0  # It is over: nothing is left to be ended.
+    if asked.max_tokens is not None:
+        return replace(thinking, max_tokens=max(asked.max_tokens, num_thought), max_delay=_MAX_DELAY)
+    room = num_thought + job.max_tokens - len(close_ids) - 1
+    if channels.channel is None:
+        room -= len(open_ids)
+    limit = max(min(int((asked.effort or 0) * job.max_tokens), room), num_thought)
+    return replace(thinking, max_tokens=limit, max_delay=max(0, min(_MAX_DELAY, room - limit)))
 
 
 def _cache_salt(request: CompletionRequest) -> str:
@@ -404,9 +469,10 @@ async def collect(events: AsyncIterator[Event]) -> tuple[Answer, ...]:
             case Delta(choice):
                 deltas[choice].append(event)
             case Finished(choice, reason, matched, usage, times, mean_logprob):
+                thoughts = [delta.text for delta in deltas[choice] if delta.channel == "reasoning"]
                 answers[choice] = Answer(
                     choice,
-                    text="".join(delta.text for delta in deltas[choice]),
+                    text="".join(delta.text for delta in deltas[choice] if delta.channel == "content"),
                     tokens=tuple(token for delta in deltas[choice] for token in delta.tokens),
                     reason=reason,
                     matched=matched,
@@ -415,6 +481,7 @@ async def collect(events: AsyncIterator[Event]) -> tuple[Answer, ...]:
                     mean_logprob=mean_logprob,
                     prompt_ids=prompts.get(choice, ()),
                     token_ids=tuple(id for delta in deltas[choice] for id in delta.token_ids),
+                    reasoning="".join(thoughts) if thoughts else None,
                 )
     return tuple(answers[choice] for choice in sorted(answers))
 
@@ -445,4 +512,5 @@ def total_usage(usages: Sequence[Usage], num_drawn: int) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
         drafted_tokens=sum(usage.drafted_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )

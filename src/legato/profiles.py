@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from legato.types import Tags
+
 __all__ = ["InfillTokens", "Profile", "profile_from_metadata"]
+
+_KNOWN_TAGS = (
+    Tags("<think>", "</think>"),
+    Tags("[THINK]", "[/THINK]"),
+    Tags("<seed:think>", "</seed:think>"),
+    Tags("◁think▷", "◁/think▷"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class Profile:
     """What `eos_token` prints in the template."""
     infill: InfillTokens | None = None
     """None if the model has no infill tokens."""
+    reasoning: Tags | None = None
+    """None if the model does not think before it answers."""
 
     @property
     def can_chat(self) -> bool:
@@ -64,10 +75,17 @@ def profile_from_metadata(
     infill = None
     if {"prefix", "suffix", "middle"} <= infill_ids.keys():
         infill = InfillTokens(**infill_ids)
+    template = metadata.get("tokenizer.chat_template")
     return Profile(
         context_length=context_length,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         start_text=text("bos"),
         end_text=text("eos"),
         infill=infill,
+        reasoning=next((tags for tags in _KNOWN_TAGS if template and _has_both(template, tags)), None),
     )
+
+
+def _has_both(template: str, tags: Tags) -> bool:
+    """Whether a template names both tags: one that only cuts thinking out of earlier turns names the closing one."""
+    return tags.open in template and tags.close in template

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -54,7 +55,7 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
         UnsupportedFeature: the model cannot chat or has no infill tokens.
         PromptTooLong: a prompt leaves no room in the context.
     """
-    renderer = _Renderer(profile, tokenizer, seam, request.seam)
+    renderer = _Renderer(profile, tokenizer, seam, request.seam, can_think=_can_think(request))
     try:
         match request.source:
             case Chat() as chat:
@@ -70,19 +71,47 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
         raise
 
 
+def _can_think(request: CompletionRequest) -> bool:
+    return isinstance(request.source, Chat) and 0 not in (request.reasoning.effort, request.reasoning.max_tokens)
+
+
 class _Renderer:
     """Renders for one model."""
 
-    def __init__(self, profile: Profile, tokenizer: Tokenizer, seam: Seam, options: SeamOptions) -> None:
+    def __init__(
+        self, profile: Profile, tokenizer: Tokenizer, seam: Seam, options: SeamOptions, *, can_think: bool
+    ) -> None:
         self._profile = profile
         self._tokenizer = tokenizer
         self._seam = seam
         self._options = options
+        self._can_think = can_think
 
     def chat(self, chat: Chat) -> Prompt:
-        """Render closed turns and open the assistant's; the mark's prefix follows as plain text."""
-        scaffold, prefix = self._scaffold(chat)
-        return self._prompt(scaffold, self._plain(prefix), prefix=chat.mark.prefix if chat.mark else "")
+        """Render closed turns and open the assistant's; what it has written so far follows."""
+        mark = chat.mark or Mark("")
+        opening = _open_chat(chat, self._profile, _control_text(self._tokenizer), can_think=self._can_think)
+        ids: list[int] = []
+        for part, is_literal in _parts(opening.text, opening.literals):
+            ids += self._encode(part.encode(), special=not is_literal)
+        ids = self._started(ids)
+        scaffold, rest = self._joined(ids, _turn(chat, self._profile, opening, can_think=self._can_think))
+        prompt = self._prompt(scaffold, rest, prefix=mark.prefix)
+        return replace(prompt, thought=mark.reasoning, turn=len(ids), is_opened=opening.is_opened)
+
+    def _joined(self, scaffold: Sequence[int], parts: Iterable[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """Tokenise what follows a scaffold. A tag that is a control token belongs to the scaffold with all before it;
+        any other is text, tokenised together with what stands around it, as the model writes it.
+        """
+        ids, text = list(scaffold), ""
+        for part, is_tag in parts:
+            tag = self._encode(part.encode(), special=True) if is_tag else []
+            if self._tokenizer.control_ids.isdisjoint(tag):
+                text += part
+            else:
+                ids += [*self._plain(text), *tag]
+                text = ""
+        return ids, self._plain(text)
 
     def raw(self, prompt: RawPrompt) -> Prompt:
         """Take a prompt as it is; markers in it are control tokens."""
@@ -242,15 +271,6 @@ class _Renderer:
             )
         return ids
 
-    def _scaffold(self, chat: Chat) -> tuple[list[int], str]:
-        """Render the template; return the ids up to the open assistant turn, and the text that stands in it."""
-        text, literals = render_chat(chat, self._profile, _control_text(self._tokenizer))
-        ids: list[int] = []
-        for part, is_literal in _parts(text, literals):
-            ids += self._encode(part.encode(), special=not is_literal)
-        ids = self._started(ids)
-        return ids, _opened(chat.mark)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Chat templates
@@ -266,23 +286,96 @@ def render_open(chat: Chat, profile: Profile) -> str:
     Raises:
         UnsupportedFeature, InvalidField: as `render_chat`.
     """
-    text, _ = render_chat(chat, profile, re.compile("(?!)"))
-    return text + _opened(chat.mark)
+    opening = _open_chat(chat, profile, re.compile("(?!)"), can_think=True)
+    text = "".join(part for part, _ in _parts(opening.text, opening.literals))
+    return text + "".join(part for part, _ in _turn(chat, profile, opening, can_think=True))
 
 
-def _opened(mark: Mark | None) -> str:
-    """Return what stands in the open turn already."""
-    if mark is None:
-        return ""
-    named = f"{mark.name}: " if mark.name else ""
-    return named + mark.prefix
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A rendering up to the assistant's open turn."""
+
+    text: str
+    literals: Mapping[str, str]
+    named: str
+    """How the name of the marked message is written in the turn, where the template prints none."""
+    is_opened: bool
+    """Whether the template has opened the thinking."""
+
+
+def _open_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str], *, can_think: bool) -> _Opening:
+    """Render the closed turns and the opening of the assistant's."""
+    text, literals = render_chat(chat, profile, control_text, can_think=can_think)
+    tags, name = profile.reasoning, (chat.mark and chat.mark.name) or ""
+    is_opened = tags is not None and text.rstrip().endswith(tags.open)
+    if not name:
+        return _Opening(text, literals, "", is_opened)
+    turn = _named_opening(chat, name, profile, control_text)
+    if turn is None:
+        return _Opening(text, literals, f"{name}: ", is_opened)
+    thinking = text[text.rindex(tags.open) :] if tags is not None and is_opened else ""
+    return _Opening(turn[0] + thinking, turn[1], "", is_opened)
+
+
+def _turn(chat: Chat, profile: Profile, opening: _Opening, *, can_think: bool) -> Iterator[tuple[str, bool]]:
+    """Yield what the assistant has written, as texts, and with each whether it is a tag.
+
+    Thinking that is not over goes on. Where the template opens it and none is given or wanted, it is closed again.
+    """
+    mark = chat.mark or Mark("")
+    tags, said = profile.reasoning, mark.prefix
+    if tags is not None:
+        thought, is_over = mark.reasoning, bool(said)
+        if thought is None and said.startswith(tags.open):
+            thought, closed, said = said.removeprefix(tags.open).partition(tags.close)
+            is_over = bool(closed)
+        if thought is not None:
+            if not opening.is_opened:
+                yield tags.open, True
+            yield thought, False
+            if not is_over:
+                return
+            yield tags.close, True
+        elif opening.is_opened and (opening.named or said or not can_think):
+            yield tags.close, True
+            yield "\n\n", False
+    yield opening.named + said, False
 
 
 class _TemplateError(Exception):
     """What a template raises by `raise_exception`."""
 
 
-def render_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str]) -> tuple[str, Mapping[str, str]]:
+class _Literals(dict[str, str]):
+    """What stands behind the sentinels of one rendering."""
+
+    def __init__(self, control_text: re.Pattern[str]) -> None:
+        super().__init__()
+        self._control_text = control_text
+        self._nonce = secrets.token_hex(8)
+
+    def hide(self, text: str) -> str:
+        """Return a sentinel for a text."""
+        sentinel = f"\ue000{self._nonce}.{len(self)}\ue001"
+        self[sentinel] = text
+        return sentinel
+
+    def guard(self, value: Any) -> Any:
+        """Return a value with sentinels for all that reads like a control token."""
+        match value:
+            case str():
+                return self._control_text.sub(lambda match: self.hide(match.group()), value)
+            case Mapping():
+                return {self.guard(key): self.guard(item) for key, item in value.items()}
+            case list() | tuple():
+                return [self.guard(item) for item in value]
+            case _:
+                return value
+
+
+def render_chat(
+    chat: Chat, profile: Profile, control_text: re.Pattern[str], *, can_think: bool = True
+) -> tuple[str, Mapping[str, str]]:
     """Render a chat's closed turns with the generation prompt.
 
     Returns the text, in which every piece of typed text that reads like a control token (`control_text`) is a
@@ -292,34 +385,43 @@ def render_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str]) -> 
         UnsupportedFeature: the model has no chat template.
         InvalidField: the template refuses the messages.
     """
+    literals = _Literals(control_text)
+    options = {} if can_think else {"enable_thinking": False}
+    return _render(chat, profile, literals, add_generation_prompt=True, **options), literals
+
+
+def _named_opening(
+    chat: Chat, name: str, profile: Profile, control_text: re.Pattern[str]
+) -> tuple[str, Mapping[str, str]] | None:
+    """Render a chat's closed turns and the opening of an assistant's that has a name, without thinking.
+
+    None: the template prints no names there.
+    """
+    literals = _Literals(control_text)
+    shown, content = literals.hide(name), literals.hide("")
+    turn = {"role": "assistant", "name": shown, "content": content}
+    try:
+        text = _render(chat, profile, literals, turn, add_generation_prompt=False)
+    except InvalidField:
+        return None
+    head, is_printed, rest = text.partition(content)[0].rpartition(shown)
+    if not is_printed:
+        return None
+    if profile.reasoning is not None:
+        rest = rest.partition(profile.reasoning.open)[0]
+    return head + shown + rest, literals
+
+
+def _render(chat: Chat, profile: Profile, literals: _Literals, *turns: Mapping[str, Any], **options: bool) -> str:
     if profile.chat_template is None:
         raise UnsupportedFeature("this model has no chat template: it continues raw text only", param="messages")
-    literals: dict[str, str] = {}
-    nonce = secrets.token_hex(8)
-
-    def hide(match: re.Match[str]) -> str:
-        sentinel = f"\ue000{nonce}.{len(literals)}\ue001"
-        literals[sentinel] = match.group()
-        return sentinel
-
-    def guard(value: Any) -> Any:
-        match value:
-            case str():
-                return control_text.sub(hide, value)
-            case Mapping():
-                return {guard(key): guard(item) for key, item in value.items()}
-            case list() | tuple():
-                return [guard(item) for item in value]
-            case _:
-                return value
-
     try:
-        text = _template(profile.chat_template).render(
-            messages=[guard(_message(message)) for message in chat.messages],
-            tools=guard(chat.tools) or None,
-            add_generation_prompt=True,
+        return _template(profile.chat_template).render(
+            messages=[*(literals.guard(_message(message)) for message in chat.messages), *turns],
+            tools=literals.guard(chat.tools) or None,
             bos_token=profile.start_text,
             eos_token=profile.end_text,
+            **options,
         )
     except _TemplateError as error:
         raise InvalidField(f"`messages` are refused by the model's chat template: {error}", param="messages") from None
@@ -327,7 +429,6 @@ def render_chat(chat: Chat, profile: Profile, control_text: re.Pattern[str]) -> 
         raise InvalidField(
             f"`messages` cannot be rendered by the model's chat template: {error}", param="messages"
         ) from None
-    return text, literals
 
 
 def _message(message: Message) -> dict[str, Any]:

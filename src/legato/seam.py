@@ -155,10 +155,10 @@ class Seam:
         """Whether re-encoding the last tokens of `context` with `token` gives them back.
 
         No token before `floor` is looked at. Inside an unfinished character the answer is True: the check waits for
-        its end.
+        its end. So it is for a control token, which is not cut from text.
         """
         pieces = self._tokenizer.pieces
-        if not self._completes(context, token):
+        if token in self._tokenizer.control_ids or not self._completes(context, token):
             return True
         num = _WINDOW
         while True:

@@ -1,17 +1,19 @@
-"""From the bytes that an engine writes to the text that a caller reads: heal bytes removed, UTF-8 whole, stops cut.
+"""From the bytes that an engine writes to the text that a caller reads: heal bytes removed, thinking told from content,
+UTF-8 whole, stops cut.
 
 It receives `Token`s in order and returns text with the tokens that carry it. It does no I/O, and does not know
 engines, prompts or dialects.
 
-Three stages, each with `feed` and `flush`, none aware of the others:
+Four stages, each with `feed` and `flush`, none aware of the others:
 
-    Heal   drops the bytes that the prefix already has
-    Utf8   holds the bytes of an unfinished character
-    Stop   holds text that may still become a stop, and ends at the first stop that completes
+    Heal      drops the bytes that the prefix already has
+    Channels  tells thinking from content by its tags; holds what may still become a tag
+    Utf8      holds the bytes of an unfinished character
+    Stop      holds content that may still become a stop, and ends at the first stop that completes
 
 `Assembler` runs them token by token. What it returns does not depend on how the bytes were cut into tokens or the
-tokens into steps: text that was released is never taken back, and an unfinished character at the very end is left
-out.
+tokens into steps: text that was released is never taken back. An unfinished character at the very end is left out, and
+so is an unfinished tag where an answer was cut.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from legato.errors import GenerationFailed
-from legato.types import TextToken, Token
+from legato.types import Channel, Job, TextToken, Token
 
-__all__ = ["Assembler", "Heal", "Stop", "Utf8"]
+__all__ = ["Assembler", "Channels", "Heal", "Piece", "Stop", "Utf8"]
 
 
 class Heal:
@@ -46,6 +48,76 @@ class Heal:
     def flush(self) -> bytes:
         """Nothing is ever held."""
         return b""
+
+
+class Channels:
+    """Splits an assistant's turn into thinking and content, at two tags that belong to neither.
+
+    Thinking can only stand at the very beginning of a turn. `before` is what the turn has already: it decides what the
+    answer begins with, and is not returned. Without tags all is content.
+    """
+
+    def __init__(self, open: bytes = b"", close: bytes = b"", *, is_opened: bool = False, before: bytes = b"") -> None:
+        self._open = open
+        self._close = close
+        self._held = b""
+        self._num_before = 0
+        self.has_thinking = is_opened
+        """Whether there is thinking in the turn, as far as is known."""
+        self.channel: Channel | None = "reasoning" if is_opened else None if open else "content"
+        """What the next byte belongs to; None: an opening tag may still come of what is held."""
+        self.feed(before)
+        self._num_before = len(self._held)
+
+    @classmethod
+    def of(cls, job: Job, pieces: Sequence[bytes], *, is_begun: bool) -> Channels:
+        """Return those of a Job's turn, before anything of it or, if it `is_begun`, before the answer.
+
+        `pieces` are the bytes of the tokens, by id.
+        """
+        thinking, prompt = job.thinking, job.prompt
+        if thinking is None:
+            return cls()
+        open, close = (b"".join(pieces[id] for id in ids) for ids in (thinking.open_ids, thinking.close_ids))
+        before = b"".join(pieces[id] for id in prompt.ids[prompt.turn :]) + prompt.heal if is_begun else b""
+        return cls(open, close, is_opened=prompt.is_opened, before=before)
+
+    def feed(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the bytes of thinking, and those of content, that can no longer become part of a tag."""
+        if self.channel == "content":
+            return b"", data
+        self._held += data
+        if self.channel is None:
+            if len(self._held) < len(self._open) and self._open.startswith(self._held):
+                return b"", b""
+            if not self._held.startswith(self._open):
+                self.channel = "content"
+                return b"", self.flush()
+            self.channel = "reasoning"
+            self.has_thinking = True
+            self._held = self._held[len(self._open) :]
+            self._num_before = 0
+        at = self._held.find(self._close)
+        if at >= 0:
+            self.channel = "content"
+            said = self._held[at + len(self._close) :]
+            self._held = self._held[:at]
+            return self.flush(), said
+        keep = min(len(self._close) - 1, len(self._held))
+        while not self._close.startswith(self._held[len(self._held) - keep :]):
+            keep -= 1
+        cut = len(self._held) - keep
+        thought = self._held[self._num_before : cut]
+        self._held = self._held[cut:]
+        self._num_before = max(0, self._num_before - cut)
+        return thought, b""
+
+    def flush(self) -> bytes:
+        """Return what was held: no tag came of it."""
+        released = self._held[self._num_before :]
+        self._held = b""
+        self._num_before = 0
+        return released
 
 
 class Utf8:
@@ -119,17 +191,37 @@ class Stop:
         return None if best is None else best[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one channel, and the tokens whose text is out with it. Tokens of thinking and of tags carry no text."""
+
+    text: str
+    tokens: tuple[TextToken, ...] = ()
+    channel: Channel = "content"
+
+
 class Assembler:
-    """Runs the three stages over one answer, and carries each token to the place where its text comes out.
+    """Runs the stages over one answer, and carries each token to the place where its text comes out.
 
     `offset` is where the answer begins, in characters from the beginning of the text that it joins. No stop completes
     in the text of the first `min_tokens` tokens.
     """
 
     def __init__(
-        self, *, heal: bytes = b"", stops: Sequence[str] = (), before: str = "", offset: int = 0, min_tokens: int = 0
+        self,
+        *,
+        heal: bytes = b"",
+        channels: Channels | None = None,
+        stops: Sequence[str] = (),
+        before: str = "",
+        offset: int = 0,
+        min_tokens: int = 0,
     ) -> None:
         self._heal = Heal(heal)
+        self._channels = channels or Channels()
+        self._undecided: list[Token] = []
+        """Tokens that may still become the opening tag."""
+        self._thought = Utf8()
         self._utf8 = Utf8()
         self._stop = Stop(stops, before)
         self._waiting: deque[TextToken] = deque()
@@ -138,36 +230,76 @@ class Assembler:
         self._min_tokens = min_tokens
         self.num_tokens = 0
         """Tokens fed so far that have bytes after the seam."""
+        self.num_thought = 0
+        """Of these: tokens of thinking and of its tags."""
 
     @property
     def matched(self) -> str | None:
         """The stop that ended the text, if one did; nothing fed after it has an effect."""
         return self._stop.matched
 
-    def feed(self, token: Token) -> tuple[str, tuple[TextToken, ...]]:
-        """Return the text that `token` releases and the tokens whose text is now out."""
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thinking."""
+        return self._channels.channel == "reasoning"
+
+    def feed(self, token: Token) -> tuple[Piece, ...]:
+        """Return what `token` releases, thinking before content."""
         if self.matched is not None:
-            return "", ()
+            return ()
         data = self._heal.feed(token.data)
         if not data:
-            return "", ()
+            return ()
         self.num_tokens += 1
-        text = self._utf8.feed(data)
-        self._waiting.append(TextToken(token.id, text, data, self._decoded, token.logprob, token.top))
-        self._decoded += len(text)
-        released = self._stop.feed(text, can_end=self.num_tokens > self._min_tokens)
-        self._released += len(released)
-        return released, self._release()
+        token = replace(token, data=data)
+        if self._channels.channel == "content":
+            return (self._say(token, self.num_tokens),)
+        thought, said = self._channels.feed(data)
+        self._undecided.append(token)
+        if self._channels.channel is None:
+            return ()
+        tokens, self._undecided = self._undecided, []
+        if not self._channels.has_thinking:
+            return self._say_all(tokens)
+        if said:
+            tokens.pop()
+        self.num_thought += len(tokens)
+        piece = Piece(self._thought.feed(thought), tuple(map(self._silent, tokens)), "reasoning")
+        return (piece, self._say(replace(token, data=said), self.num_tokens)) if said else (piece,)
 
-    def flush(self) -> tuple[str, tuple[TextToken, ...]]:
-        """Return what is left at the end of the answer."""
+    def flush(self, *, is_cut: bool = False) -> tuple[Piece, ...]:
+        """Return what is left at the end of the answer. A cut one may go on: then an unfinished tag is left out."""
+        if self.is_thinking:
+            return () if is_cut else (Piece(self._thought.feed(self._channels.flush()), (), "reasoning"),)
+        if is_cut:
+            self._waiting.extend(map(self._silent, self._undecided))
+            pieces: tuple[Piece, ...] = ()
+        else:
+            pieces = self._say_all(self._undecided)
         released = self._utf8.flush() + self._stop.flush()
         self._released += len(released)
         if self.matched is not None:
-            return released, ()
+            return (*pieces, Piece(released))
         tokens = tuple(self._waiting)
         self._waiting.clear()
-        return released, tokens
+        return (*pieces, Piece(released, tokens))
+
+    def _say_all(self, tokens: Sequence[Token]) -> tuple[Piece, ...]:
+        """Return content that the last tokens release."""
+        first = self.num_tokens - len(tokens) + 1
+        return tuple(self._say(token, index) for index, token in enumerate(tokens, first))
+
+    def _say(self, token: Token, index: int) -> Piece:
+        """Return content that the `index`-th token releases, and the tokens whose text is now out."""
+        text = self._utf8.feed(token.data)
+        self._waiting.append(TextToken(token.id, text, token.data, self._decoded, token.logprob, token.top))
+        self._decoded += len(text)
+        released = self._stop.feed(text, can_end=index > self._min_tokens)
+        self._released += len(released)
+        return Piece(released, self._release())
+
+    def _silent(self, token: Token) -> TextToken:
+        return TextToken(token.id, "", token.data, self._decoded, token.logprob, token.top)
 
     def _release(self) -> tuple[TextToken, ...]:
         tokens = []

@@ -16,6 +16,7 @@ __all__ = [
     "Accepted",
     "Answer",
     "Capabilities",
+    "Channel",
     "Chat",
     "CompletionRequest",
     "Delta",
@@ -29,6 +30,7 @@ __all__ = [
     "Output",
     "Prompt",
     "RawPrompt",
+    "ReasoningOptions",
     "Sampling",
     "SamplingOptions",
     "ScoredToken",
@@ -36,8 +38,10 @@ __all__ = [
     "Source",
     "Step",
     "Stops",
+    "Tags",
     "Text",
     "TextToken",
+    "Thinking",
     "Times",
     "Token",
     "Tokenizer",
@@ -48,6 +52,15 @@ REST_OF_CONTEXT = -1
 """As `max_tokens`: as many as the context has room for."""
 
 FinishReason = Literal["stop", "length", "repetition", "error", "cancelled"]
+Channel = Literal["content", "reasoning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What a model writes before and after it thinks, at the beginning of its turn."""
+
+    open: str
+    close: str
 
 
 class Tokenizer(Protocol):
@@ -129,6 +142,8 @@ class Mark:
 
     prefix: str
     name: str | None = None
+    reasoning: str | None = None
+    """The thinking so far. With a prefix it is over, without one it goes on. None: not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +171,16 @@ class SamplingOptions:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningOptions:
+    """How long the model may think before it answers; at most one of the two is given."""
+
+    effort: float | None = None
+    """The share of `max_tokens` that thinking may take; 0: it does not think."""
+    max_tokens: int | None = None
+    """The most tokens of thinking, those of the prefix included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +236,7 @@ class CompletionRequest:
     """Choices to write for each prompt, of which the `num_choices` likeliest are returned; None: no more than those."""
     stops: Stops = Stops()
     seam: SeamOptions = SeamOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     output: Output = Output()
     prediction: str = ""
     """A text that the answer may repeat in parts: that makes it faster, and changes nothing."""
@@ -248,6 +274,11 @@ class Prompt:
     """The first `floor` ids are scaffold: no token of the text may be merged with them."""
     prefix: str
     """The text that the answer joins: the raw prompt, or the assistant's text so far."""
+    thought: str | None = None
+    """The assistant's thinking so far; None if there is none."""
+    turn: int = 0
+    """Tokens before the assistant's turn; among them may be a tag that has opened the thinking (`is_opened`)."""
+    is_opened: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -271,6 +302,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tags of a Job's thinking, as they are written, and when it is ended."""
+
+    open_ids: tuple[int, ...]
+    close_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    """After so many tokens of thinking the closing tag is written; None: when the model writes it."""
+    max_delay: int = 0
+    """So many tokens later if the tag would be cut in another way where it stands."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One continuation to run: everything is settled, so it can be replayed."""
 
@@ -284,6 +327,7 @@ class Job:
     min_tokens: int = 0
     ignore_end: bool = False
     stop_ids: tuple[int, ...] = ()
+    thinking: Thinking | None = None
     logprobs: int | None = None
     score_prompt: bool = False
     reference: tuple[int, ...] = ()
@@ -308,6 +352,10 @@ class Job:
         prompt = values.pop("prompt")
         sampling = values.pop("sampling")
         bias = {int(key): value for key, value in sampling.pop("logit_bias").items()}
+        thinking = values.pop("thinking")
+        if thinking is not None:
+            open_ids, close_ids = tuple(thinking.pop("open_ids")), tuple(thinking.pop("close_ids"))
+            thinking = Thinking(open_ids, close_ids, **thinking)
         return cls(
             prompt=replace(
                 Prompt(**prompt),
@@ -316,6 +364,7 @@ class Job:
                 heal=bytes.fromhex(prompt["heal"]),
             ),
             sampling=Sampling(**sampling, logit_bias=bias),
+            thinking=thinking,
             reference=tuple(values.pop("reference")),
             stop_ids=tuple(values.pop("stop_ids")),
             **values,
@@ -332,6 +381,8 @@ class Capabilities:
     """Heal bytes, canonical sampling and keyed noise."""
     ends: bool
     """`min_tokens`, `ignore_end` and `stop_ids`."""
+    thinking: bool
+    """Ending the thinking after so many tokens."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,6 +446,8 @@ class Usage:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     """Of `completion_tokens`: how many a draft had guessed."""
+    reasoning_tokens: int = 0
+    """Of `completion_tokens`: how many were thinking and its tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +477,8 @@ class Delta:
     """If scores were asked for; also those of a scored prompt."""
     token_ids: tuple[int, ...] = ()
     """If ids were asked for; of the answer alone."""
+    channel: Channel = "content"
+    """Thinking comes before content, and without scores. The first Delta in its channel may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,3 +509,5 @@ class Answer:
     mean_logprob: float | None = None
     prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
+    reasoning: str | None = None
+    """The thinking before the text; None if there was none."""

@@ -106,7 +106,12 @@ def fold(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         assert choice["finish_reason"] is None, "a chunk after the finish reason"
         assert "finish_reason" in entry
         choice["finish_reason"] = entry["finish_reason"]
-        choice["text"] += entry["text"] if "text" in entry else entry["delta"]["content"]
+        delta = entry.get("delta", entry)
+        assert ("content" in delta or "text" in delta) != ("reasoning_content" in delta)
+        choice["text"] += delta.get("text", "") + delta.get("content", "")
+        if "reasoning_content" in delta:
+            assert not choice["text"], "thinking after content"
+            choice["reasoning"] = choice.get("reasoning", "") + delta["reasoning_content"]
         if entry.get("logprobs") is not None:
             choice["logprobs"] = _joined(choice["logprobs"], entry["logprobs"])
     assert all(choice["finish_reason"] for choice in choices.values())
@@ -121,10 +126,19 @@ def _joined(left: dict[str, Any] | None, right: dict[str, Any]) -> dict[str, Any
     return right if left is None else {key: left[key] + right[key] for key in right}
 
 
+def _thought(message: dict[str, Any]) -> dict[str, Any]:
+    return {} if message.get("reasoning_content") is None else {"reasoning": message["reasoning_content"]}
+
+
 def folded(answer: dict[str, Any]) -> dict[str, Any]:
     """A whole answer, reduced to what `fold` returns."""
     choices = [
-        {"text": text_of(answer, at), "logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"]}
+        {
+            "text": text_of(answer, at),
+            "logprobs": choice["logprobs"],
+            "finish_reason": choice["finish_reason"],
+            **_thought(choice.get("message", {})),
+        }
         for at, choice in enumerate(answer["choices"])
     ]
     return {"choices": choices, "usage": answer["usage"]}

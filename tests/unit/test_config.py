@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (
             "[models.qwen2.5-coder]\npath = 'x.gguf'",
             "`models.qwen2.5-coder` (legato.toml) is no setting; known: context_length, engine, num_cells, "
-            "num_threads, path, spill_bytes, spill_dir; a name with dots needs quotes",
+            "num_threads, path, reasoning_close, reasoning_open, spill_bytes, spill_dir; a name with dots needs quotes",
         ),
     ],
 )
@@ -263,3 +263,8 @@ def test_the_environment_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert "GOMP_SPINCOUNT" not in worker_environment()
+
+
+def test_tags_of_thinking_come_in_pairs() -> None:
+    message = "`models.m.reasoning_open` needs `models.m.reasoning_close` beside it"
+    assert refusal('[models.m]\nreasoning_open = "<think>"') == message

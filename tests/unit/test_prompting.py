@@ -9,7 +9,19 @@ from legato.errors import InvalidField, PromptTooLong, UnsupportedFeature
 from legato.profiles import InfillTokens, Profile
 from legato.prompting import render, render_open
 from legato.seam import Seam
-from legato.types import Chat, CompletionRequest, File, Infill, Mark, Message, Prompt, Source, Text
+from legato.types import (
+    Chat,
+    CompletionRequest,
+    File,
+    Infill,
+    Mark,
+    Message,
+    Prompt,
+    ReasoningOptions,
+    Source,
+    Tags,
+    Text,
+)
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}"
@@ -18,12 +30,19 @@ TEMPLATE = (
 )
 TOKENIZER = ByteTokenizer()
 SEAM = Seam(TOKENIZER)
+NOT_SAID = ReasoningOptions()
 
 
-def prompt_for(source: Source, template: str | None = TEMPLATE, **profile: object) -> Prompt:
+def prompt_for(
+    source: Source,
+    template: str | None = TEMPLATE,
+    *,
+    asked: ReasoningOptions = NOT_SAID,
+    **profile: object,
+) -> Prompt:
     """Render one prompt."""
     facts = Profile(**{"context_length": 500, "chat_template": template, **profile})  # type: ignore[arg-type]
-    (prompt,) = render(CompletionRequest("m", source), facts, TOKENIZER, SEAM)
+    (prompt,) = render(CompletionRequest("m", source, reasoning=asked), facts, TOKENIZER, SEAM)
     return prompt
 
 
@@ -79,6 +98,88 @@ def test_a_name_is_part_of_the_prefix_and_not_returned() -> None:
     prompt = prompt_for(Chat((USER,), Mark("Well,", name="Pilot")))
     assert shown(prompt).endswith("[assistant]Pilot: Well,")
     assert prompt.prefix == "Well,"
+
+
+NAMED = (
+    "{% for m in messages %}[{{ m.name or m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_template_that_prints_names_gets_the_name() -> None:
+    prompt = prompt_for(Chat((USER,), Mark("Well,", name="Pil<|end|>ot")), NAMED)
+    assert shown(prompt) == "[user]Hi<|end|>[Pil<|end|>ot]Well,"
+    assert prompt.ids.count(256) == 1
+    assert prompt.prefix == "Well,"
+    late = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}" + NAMED
+    assert shown(prompt_for(Chat((USER,), Mark("Well,", name="Pilot")), late)).endswith("[assistant]Pilot: Well,")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Thinking
+
+THINK = Tags("<think>", "</think>")
+OPENING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is not defined %}<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("mark", "plain", "opening"),
+    [
+        (Mark(""), "", "<think>\n"),
+        (Mark("Well"), "Well", "<think>\n</think>\n\nWell"),
+        (Mark("", reasoning=""), "<think>", "<think>\n"),
+        (Mark("", reasoning="91 = 7"), "<think>91 = 7", "<think>\n91 = 7"),
+        (Mark("No", reasoning="91 = 7"), "<think>91 = 7</think>No", "<think>\n91 = 7</think>No"),
+        (Mark("<think>91 ="), "<think>91 =", "<think>\n91 ="),
+        (Mark("<think>91</think>"), "<think>91</think>", "<think>\n91</think>"),
+        (Mark("<think>91</think>No"), "<think>91</think>No", "<think>\n91</think>No"),
+        (Mark("Well", name="Pilot"), "Pilot: Well", "<think>\n</think>\n\nPilot: Well"),
+        (Mark("", name="Pilot"), "Pilot: ", "<think>\n</think>\n\nPilot: "),
+        (Mark("Well", name="Pilot", reasoning="91"), "<think>91</think>Pilot: Well", "<think>\n91</think>Pilot: Well"),
+    ],
+)
+def test_c094_c095_thinking_goes_on_or_is_closed(mark: Mark, plain: str, opening: str) -> None:
+    start = "[user]Hi<|end|>[assistant]"
+    prompt = prompt_for(Chat((USER,), mark), reasoning=THINK)
+    assert shown(prompt) == start + plain
+    assert (prompt.is_opened, prompt.prefix, prompt.thought) == (False, mark.prefix, mark.reasoning)
+    assert shown(prompt_for(Chat((USER,), mark), OPENING, reasoning=THINK)) == start + opening
+    assert prompt_for(Chat((USER,), mark), OPENING, reasoning=THINK).is_opened
+    assert "think" not in shown(prompt_for(Chat((USER,), Mark(mark.prefix, reasoning="x")))).removesuffix(mark.prefix)
+
+
+@pytest.mark.parametrize("asked", [ReasoningOptions(effort=0), ReasoningOptions(max_tokens=0)])
+def test_without_thinking_the_template_is_told_so_or_what_it_opens_is_closed(asked: ReasoningOptions) -> None:
+    assert shown(prompt_for(Chat((USER,)), OPENING, reasoning=THINK, asked=asked)).endswith("[assistant]")
+    stubborn = TEMPLATE + "{{ '<think>\n' }}"
+    assert shown(prompt_for(Chat((USER,)), stubborn, reasoning=THINK, asked=asked)).endswith("<think>\n</think>\n\n")
+
+
+def test_instructions_are_followed_without_thinking() -> None:
+    prompt = prompt_for(Text(("",), "Calm prose."), TEMPLATE + "<think>", reasoning=THINK)
+    assert shown(prompt).endswith("<think></think>\n\n")
+
+
+def test_earlier_thinking_is_given_to_the_template() -> None:
+    template = "{% for m in messages %}({{ m.reasoning_content }}){{ m.content }}{% endfor %}"
+    assert shown(prompt_for(Chat((Message("assistant", "a", reasoning="b"),)), template)) == "(b)a"
+
+
+def test_a_tag_that_is_a_control_token_is_one() -> None:
+    tags = Tags("<|end|>", "</think>")
+    prompt = prompt_for(Chat((USER,), Mark("", reasoning="a<|end|>b")), reasoning=tags)
+    assert prompt.ids[prompt.turn :] == (256, *b"a<|end|>b")
+    assert prompt.floor == prompt.turn + 1
+
+
+def test_a_named_turn_is_opened_as_the_template_opens_it() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.name or m.role }}]"
+        "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    text = shown(prompt_for(Chat((USER,), Mark("W", name="P", reasoning="91")), template, reasoning=THINK))
+    assert text == "[user]Hi[P]<think>91</think>W"
 
 
 def test_instructions_are_a_turn_before_the_text_or_a_header() -> None:

@@ -10,25 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.errors import GenerationFailed
-from legato.text import Assembler, Heal, Stop, Utf8
+from legato.text import Assembler, Channels, Heal, Piece, Stop, Utf8
 from legato.types import TextToken, Token
 
 MIXED = st.text(alphabet="ab日本語한글🦊é\u200d\r\n <|", max_size=40)
 
 
-def run(chunks: list[bytes], **options: object) -> tuple[str, list[TextToken], Assembler]:
-    """Feed chunks as tokens; return the text, the tokens and the assembler."""
+def run_pieces(chunks: list[bytes], *, is_cut: bool = False, **options: object) -> tuple[list[Piece], Assembler]:
+    """Feed chunks as tokens; return what comes out, and the assembler."""
     assembler = Assembler(**options)  # type: ignore[arg-type]
-    text = ""
-    tokens: list[TextToken] = []
+    pieces: list[Piece] = []
     for index, chunk in enumerate(chunks):
-        released, some = assembler.feed(Token(index, chunk, -0.5))
-        text += released
-        tokens += some
+        pieces += assembler.feed(Token(index, chunk, -0.5))
         if assembler.matched is not None:
             break
-    released, some = assembler.flush()
-    return text + released, [*tokens, *some], assembler
+    return [*pieces, *assembler.flush(is_cut=is_cut)], assembler
+
+
+def run(chunks: list[bytes], **options: object) -> tuple[str, list[TextToken], Assembler]:
+    """Feed chunks as tokens; return the text, the tokens and the assembler."""
+    pieces, assembler = run_pieces(chunks, **options)  # type: ignore[arg-type]
+    return "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens], assembler
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -155,5 +157,86 @@ def test_a_stop_may_begin_in_the_first_tokens() -> None:
 def test_nothing_counts_after_a_match() -> None:
     assembler = Assembler(stops=["b"])
     assembler.feed(Token(1, b"ab"))
-    assert assembler.feed(Token(2, b"c")) == ("", ())
+    assert assembler.feed(Token(2, b"c")) == ()
     assert assembler.num_tokens == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Thinking
+
+TURN = st.text(alphabet="ab日\n<>/think", max_size=12)
+THINK = st.tuples(TURN, TURN).map(lambda parts: f"<think>{parts[0]}</think>{parts[1]}")
+
+
+def channels(before: str = "", *, is_opened: bool = False) -> Channels:
+    """Those of the usual tags."""
+    return Channels(b"<think>", b"</think>", is_opened=is_opened, before=before.encode())
+
+
+def told(chunks: list[bytes], *, is_cut: bool = False, **options: object) -> tuple[str | None, str]:
+    """The thinking (None: there is none) and the content of what is fed."""
+    pieces, _ = run_pieces(chunks, is_cut=is_cut, **{"channels": channels(), **options})
+    thought = [piece.text for piece in pieces if piece.channel == "reasoning"]
+    said = [piece.text for piece in pieces if piece.channel == "content"]
+    return "".join(thought) if thought else None, "".join(said)
+
+
+def expected(turn: str) -> tuple[str | None, str]:
+    """What a whole turn says, read at leisure."""
+    if not turn.startswith("<think>"):
+        return None, turn
+    thought, _, said = turn.removeprefix("<think>").partition("</think>")
+    return thought, said
+
+
+@given(st.one_of(TURN, THINK), st.lists(st.integers(0, 200)))
+def test_any_split_gives_the_same_channels(turn: str, cuts: list[int]) -> None:
+    assert told(split(turn.encode(), cuts)) == expected(turn)
+    assert told([bytes([byte]) for byte in turn.encode()]) == expected(turn)
+
+
+@given(THINK, st.integers(0, 200))
+def test_what_a_cut_leaves_out_of_a_tag_is_written_again(turn: str, at: int) -> None:
+    at %= len(turn) + 1
+    thought, said = told([turn[:at].encode()], is_cut=True)
+    so_far = said if thought is None else f"<think>{thought}" + (f"</think>{said}" if said else "")
+    assert turn.startswith(so_far)
+    more, rest = told([turn[len(so_far) :].encode()], channels=channels(so_far))
+    assert ((thought or "") + (more or ""), said + rest) == expected(turn)
+
+
+def test_only_what_may_become_a_tag_is_held() -> None:
+    stage = channels()
+    assert stage.feed(b"<th") == (b"", b"")
+    assert stage.feed(b"ink>a</") == (b"a", b"")
+    assert stage.feed(b"b</think>c") == (b"</b", b"c")
+    assert stage.feed(b"</think><think>") == (b"", b"</think><think>")
+    assert channels().feed(b" <think>") == (b"", b" <think>")
+    assert Channels().feed(b"<think>") == (b"", b"<think>")
+
+
+def test_what_is_held_of_the_prefix_is_not_said_again() -> None:
+    assert channels("<thi").feed(b"s>") == (b"", b"s>")
+    assert channels("a</thi", is_opened=True).feed(b"s") == (b"s", b"")
+    assert channels("a</thi", is_opened=True).feed(b"nk>b") == (b"", b"b")
+    assert channels("<think>a").feed(b"b") == (b"b", b"")
+    assert channels("<think>a</think>").feed(b"b") == (b"", b"b")
+
+
+def test_stops_and_scores_are_those_of_content() -> None:
+    chunks = [b"<think>", b"a.", b"b</think>", b"c", b".d"]
+    pieces, assembler = run_pieces(chunks, channels=channels(), stops=["."])
+    assert told(chunks, stops=["."]) == ("a.b", "c")
+    assert [token.text for piece in pieces if piece.channel == "content" for token in piece.tokens] == ["c"]
+    assert [token.id for piece in pieces for token in piece.tokens] == [0, 1, 2, 3]
+    assert (assembler.num_tokens, assembler.num_thought) == (5, 3)
+
+
+def test_a_token_that_ends_the_thinking_and_begins_the_content_is_scored_as_content() -> None:
+    pieces, assembler = run_pieces([b"<think>a", b"b</think>\n\nc"], channels=channels())
+    assert [(piece.channel, piece.text, [token.text for token in piece.tokens]) for piece in pieces[:3]] == [
+        ("reasoning", "a", [""]),
+        ("reasoning", "b", []),
+        ("content", "\n\nc", ["\n\nc"]),
+    ]
+    assert assembler.num_thought == 1

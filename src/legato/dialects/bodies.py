@@ -22,6 +22,7 @@ from legato.types import (
     Mark,
     Message,
     Output,
+    ReasoningOptions,
     SamplingOptions,
     SeamOptions,
     Source,
@@ -47,6 +48,9 @@ __all__ = [
 MAX_CHOICES = 64
 MAX_STOPS = 32
 MAX_STOP_BYTES = 256
+
+EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.9, "max": 0.95}
+"""The share of `max_tokens` that thinking may take, by `reasoning_effort`."""
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -238,6 +242,8 @@ class ChatBody(CommonBody, Generic[_Message]):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("messages")
     @classmethod
@@ -258,21 +264,29 @@ class ChatBody(CommonBody, Generic[_Message]):
         if self.tool_choice is not None and not self.tools:
             named.append("tool_choice")
         last = len(self.messages) - 1
-        mark = None
-        if is_marked:
-            mark = _mark(last, self.messages[last])
-            if self.messages[last].reasoning_content:
-                named.append(f"messages[{last}].reasoning_content")
+        mark = _mark(last, self.messages[last]) if is_marked else None
         closed = self.messages[:last] if is_marked else self.messages
         for index, message in enumerate(closed):
             _check_content(index, message)
-        return self.request(
+        request = self.request(
             Chat(tuple(_message(message) for message in closed), mark, tuple(self.tools or ())),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             num_choices=self.n,
             output=Output(echo=echo, logprobs=(self.top_logprobs or 0) if self.logprobs else None),
             ignored=(*named, *ignored),
         )
+        return replace(request, reasoning=self._reasoning())
+
+    def _reasoning(self) -> ReasoningOptions:
+        if self.reasoning_effort is None:
+            return ReasoningOptions(max_tokens=self.thinking_budget)
+        if self.thinking_budget is not None:
+            raise InvalidField(
+                "`thinking_budget` and `reasoning_effort` cannot be used together, "
+                f"got {self.thinking_budget} and {self.reasoning_effort!r}",
+                param="thinking_budget",
+            )
+        return ReasoningOptions(effort=EFFORTS[self.reasoning_effort])
 
 
 class FlaggedChatBody(ChatBody[_Message], Generic[_Message]):
@@ -338,9 +352,9 @@ def _ignored(index: int, message: MessageBody) -> Iterator[str]:
 def _mark(index: int, message: MessageBody) -> Mark:
     if message.tool_calls:
         raise InvalidField(f"`messages[{index}]` has `tool_calls`, which cannot be continued", param="messages")
-    if message.content is None:
+    if message.content is None and message.reasoning_content is None:
         raise InvalidField(f'`messages[{index}].content` is required to be continued; it may be ""', param="messages")
-    return Mark(message.text, message.name)
+    return Mark(message.text, message.name, message.reasoning_content)
 
 
 def _check_content(index: int, message: MessageBody) -> None:

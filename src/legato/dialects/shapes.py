@@ -13,7 +13,7 @@ from typing import Any
 
 from legato.dialects.base import Encoder, Facts
 from legato.errors import LegatoError
-from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Output, TextToken, Usage
+from legato.types import Accepted, Answer, Chat, CompletionRequest, Delta, Finished, Output, TextToken, Usage
 from legato.wire import DONE, encode_event, encode_json
 
 __all__ = [
@@ -119,6 +119,9 @@ class _Encoder:
         """One event that says what happened, and the mark of the end."""
         return iter((encode_event(self._shape.error(error)), DONE))
 
+    def _usage(self, usage: Usage) -> Mapping[str, Any]:
+        return self._shape.usage(usage)
+
     def _end(self, head: Mapping[str, Any], empty: Mapping[str, Any], usage: Usage, facts: Facts) -> Iterator[bytes]:
         """Close a stream: a chunk for what was asked beside the text, and the mark of the end.
 
@@ -126,7 +129,7 @@ class _Encoder:
         first.
         """
         if self._request.output.include_usage:
-            yield encode_event({**head, "choices": [], "usage": self._shape.usage(usage), **_legato(facts)})
+            yield encode_event({**head, "choices": [], "usage": self._usage(usage), **_legato(facts)})
         elif facts:
             yield encode_event({**head, "choices": [empty], **_legato(facts)})
         yield DONE
@@ -169,7 +172,7 @@ class CompletionsEncoder(_Encoder):
             }
             for answer in answers
         ]
-        return encode_json({**self._head, "choices": choices, "usage": self._shape.usage(usage), **_legato(facts)})
+        return encode_json({**self._head, "choices": choices, "usage": self._usage(usage), **_legato(facts)})
 
     def _chunk(self, choice: Mapping[str, Any]) -> bytes:
         usage = {"usage": None} if self._request.output.include_usage else {}
@@ -225,8 +228,9 @@ class ChatEncoder(_Encoder):
         match event:
             case Accepted(choice, prompt_ids) if prompt_ids:
                 yield self._chunk(self._choice(choice, {"content": ""}), **_prompt_ids(prompt_ids))
-            case Delta(choice, text, tokens, token_ids):
-                yield self._chunk(self._choice(choice, {"content": text}, tokens, token_ids))
+            case Delta(choice, text, tokens, token_ids, channel):
+                name = "content" if channel == "content" else "reasoning_content"
+                yield self._chunk(self._choice(choice, {name: text}, tokens, token_ids))
             case Finished(choice, reason):
                 yield self._chunk(self._choice(choice, {"content": ""}, reason=reason))
 
@@ -240,15 +244,32 @@ class ChatEncoder(_Encoder):
         choices = [
             {
                 "index": answer.choice,
-                "message": {"role": "assistant", "content": answer.text, **self._shape.message},
+                "message": {
+                    "role": "assistant",
+                    "content": answer.text,
+                    **self._thought(answer),
+                    **self._shape.message,
+                },
                 "logprobs": self._logprobs(answer.tokens),
                 "finish_reason": answer.reason,
                 **_token_ids(self._request.output, answer.token_ids),
             }
             for answer in answers
         ]
-        shared = {"usage": self._shape.usage(usage), **_prompt_ids(answers[0].prompt_ids), **_legato(facts)}
+        shared = {"usage": self._usage(usage), **_prompt_ids(answers[0].prompt_ids), **_legato(facts)}
         return encode_json({**self._head, "choices": choices, **shared})
+
+    def _usage(self, usage: Usage) -> Mapping[str, Any]:
+        details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
+        return {**super()._usage(usage), **(details if self._is_chat else {})}
+
+    @property
+    def _is_chat(self) -> bool:
+        """Whether thinking is told: what is no chat, though it is answered like one, has none."""
+        return isinstance(self._request.source, Chat)
+
+    def _thought(self, answer: Answer) -> dict[str, Any]:
+        return {"reasoning_content": answer.reasoning} if self._is_chat else {}
 
     def _chunk(self, choice: Mapping[str, Any], **shared: Any) -> bytes:
         usage = {"usage": None} if self._request.output.include_usage else {}

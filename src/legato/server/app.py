@@ -32,7 +32,7 @@ from legato.server.connection import connections
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
 from legato.server.queries import Query, ServedModels, ignored_header
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
-from legato.types import Delta, Finished, Usage
+from legato.types import Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
 __all__ = ["create_app", "listen", "run_app", "serve"]
@@ -149,7 +149,7 @@ def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
             "chat": profile.can_chat,
             "prefix": True,
             "infill": profile.infill is not None,
-            "reasoning": False,
+            "reasoning": profile.reasoning is not None,
             "context_length": profile.context_length,
             "default_max_tokens": {"completions": DEFAULT_MAX_TOKENS, "chat": None},
         },
@@ -191,8 +191,6 @@ async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None
     usages: dict[int, Usage] = {}
     opening = encoder.start()
     async for event in events:
-        if isinstance(event, Delta) and not (event.text or event.tokens or event.token_ids):
-            continue
         if isinstance(event, Finished):
             usages[event.choice] = event.usage
         yield b"".join((*opening, *encoder.event(event)))

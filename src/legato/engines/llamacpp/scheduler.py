@@ -48,6 +48,7 @@ from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
 from legato.engines.llamacpp.drafts import Drafter
 from legato.engines.llamacpp.spill import Spill
+from legato.engines.llamacpp.thinking import Budget
 from legato.errors import GenerationFailed
 from legato.sampling import Row, Sampler, log_softmax
 from legato.seam import Inner, ScoredInner, Seam, best_cover
@@ -126,6 +127,9 @@ class _Sequence:
     """`tokens` as they were at first."""
     ends: frozenset[int]
     """Ids that end the answer if they are chosen behind the seam."""
+    tags: frozenset[int]
+    """Ids of the thinking's tags: control tokens that may be written."""
+    budget: Budget
     id: int = -1
     num_fed: int = 0
     first_wanted: int = 0
@@ -256,6 +260,8 @@ class Scheduler:
             spelling=spelling,
             head=np.asarray(tokens, np.int32),
             ends=ends,
+            tags=frozenset((*job.thinking.open_ids, *job.thinking.close_ids) if job.thinking else ()),
+            budget=Budget(job, self._pieces, self._seam),
             healing=bool(prompt.heal),
             offset=prompt.origin,
         )
@@ -554,12 +560,14 @@ class Scheduler:
             if sequence.num_written < sequence.job.min_tokens:
                 open_row = row.copy()
                 open_row[list(sequence.ends)] = -np.inf
-            token = sequence.sampler.choose(
-                open_row,
-                offset=sequence.offset,
-                counts=sequence.counts,
-                accept=partial(self._is_allowed, sequence, sequence.tokens),
-            )
+            token = sequence.budget.forced(sequence.tokens)
+            if token is None:
+                token = sequence.sampler.choose(
+                    open_row,
+                    offset=sequence.offset,
+                    counts=sequence.counts,
+                    accept=partial(self._is_allowed, sequence, sequence.tokens),
+                )
             if token in sequence.ends:
                 reason = "stop"
                 break
@@ -607,7 +615,7 @@ class Scheduler:
         if token in self._end_ids:
             return sequence.num_written >= sequence.job.min_tokens
         if token in self._banned:
-            return token in sequence.ends and not sequence.healing
+            return token in sequence.tags or (token in sequence.ends and not sequence.healing)
         return not sequence.job.canonical or self._seam.is_canonical(context, sequence.job.prompt.floor, token)
 
     def _token(self, sequence: _Sequence, row: Row, token: int) -> Token:
@@ -629,12 +637,14 @@ class Scheduler:
         kept = sequence.tokens[: sequence.num_kept]
         while (row := self._row(sequence, sequence.path)) is not None:
             done = self._bytes(sequence.path)
-            token = sequence.sampler.choose(
-                row,
-                offset=job.prompt.origin + len(done),
-                counts=sequence.counts_with(sequence.path),
-                accept=partial(self._is_allowed, sequence, [*kept, *sequence.path]),
-            )
+            token = sequence.budget.forced([*kept, *sequence.path])
+            if token is None:
+                token = sequence.sampler.choose(
+                    row,
+                    offset=job.prompt.origin + len(done),
+                    counts=sequence.counts_with(sequence.path),
+                    accept=partial(self._is_allowed, sequence, [*kept, *sequence.path]),
+                )
             data = done + self._pieces[token]
             if token in self._end_ids or not (heal.startswith(data) or data.startswith(heal)):
                 self._condition(sequence)
