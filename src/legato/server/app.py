@@ -130,12 +130,17 @@ _REPLIES = (
     ("/api/", ollama.encode_ollama_error),
     *((path, llamacpp.encode_llamacpp_error) for path in _LLAMACPP),
 )
-"""How the paths that begin like this write errors; others do as OpenAI."""
+"""How paths write errors: those that begin with one that ends in a slash, and those that are another; the rest do as
+OpenAI.
+"""
 
 
 def _reply(path: str) -> Reply:
     """Return what writes the errors of a path, whether or not there is something at it."""
-    return next((reply for start, reply in _REPLIES if path.startswith(start)), OPENAI.encode_error)
+    return next(
+        (reply for start, reply in _REPLIES if path == start or (start.endswith("/") and path.startswith(start))),
+        OPENAI.encode_error,
+    )
 
 
 def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
