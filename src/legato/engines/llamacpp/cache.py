@@ -64,9 +64,6 @@ class RadixTree:
     def __len__(self) -> int:
         return len(self._leaves)
 
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self._leaves
-
     def add(self, sequence: int, tokens: Sequence[int] | Tokens, namespace: str = "") -> list[int]:
         """Keep a sequence as the most recently used; return those that are useless now, itself perhaps among them."""
         tokens = np.asarray(tokens, np.int32)
