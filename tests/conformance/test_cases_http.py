@@ -395,3 +395,33 @@ def test_an_answer_on_a_kept_connection_is_not_held_back(open_server: Served) ->
             assert client.get("/health").status_code == 200
             times.append(time.monotonic() - started)
     assert sorted(times)[7] < 0.03
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("size", [1, 100, 10_000])
+def test_a_wish_for_another_protocol_is_declined(open_server: Served, protocol: str, chunked: bool, size: int) -> None:
+    """Java's client, and what is built on it, asks for HTTP/2 with every request; the body arrives as it likes."""
+    body = json.dumps(body_for(open_server, COMPLETIONS)).encode()
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    wish = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
+    request = head("POST", COMPLETIONS, "Content-Type: application/json", length, *wish) + sent
+    buffer = bytearray()
+    with connected(open_server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(2):
+            for at in range(0, len(request), size):
+                connection.sendall(request[at : at + size])
+            status, _, answer = read_answer(connection, buffer)
+            assert status == 200, answer
+            assert text_of(json.loads(answer))
+        connection.sendall(head("GET", "/health") * 2)
+        assert [read_answer(connection, buffer)[0] for _ in range(2)] == [200, 200]
+
+
+def test_a_wish_for_another_protocol_with_connect(open_server: Served) -> None:
+    with connected(open_server) as connection:
+        connection.sendall(head("CONNECT", "localhost:80", "Connection: Upgrade", "Upgrade: h2c"))
+        assert read_answer(connection, bytearray())[0] in (400, 404, 405)
+    assert open_server.get("/health").status_code == 200

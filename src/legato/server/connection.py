@@ -1,23 +1,26 @@
-"""A connection that does not wait for its client for ever.
+"""A connection that does not wait for its client for ever, and that stays with HTTP/1.1.
 
 It receives what a socket reports and cuts off a client that takes nothing for a while: whatever runs for it then finds
-it gone. It knows no requests; uvicorn reads and writes HTTP.
+it gone. It knows nothing of what is asked; uvicorn reads and writes HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 __all__ = ["connections"]
 
 
 def connections(write_timeout_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, with an end to waiting for a client that does not read."""
+    """Return uvicorn's protocol, with an end to waiting for a client that does not read, and without upgrades."""
 
     class Connection(HttpToolsProtocol):
         _watch: asyncio.TimerHandle | None = None
+        _data = b""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Report every byte that the system does not take at once: nothing more is written until it has."""
@@ -28,6 +31,30 @@ def connections(write_timeout_s: float) -> type[asyncio.Protocol]:
             """Stop watching."""
             self._unwatch()
             super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            """Keep what is read, for a request that has to be read again."""
+            self._data = data
+            super().data_received(data)
+
+        def _should_upgrade(self) -> bool:
+            """Whether another protocol is asked for. If so, uvicorn calls the next method instead of the application.
+
+            Java's client asks every server for HTTP/2. The parser then stops after the head, and takes the body for
+            a request that is not one.
+            """
+            return any(name == b"upgrade" for name, _ in self.headers)
+
+        def handle_websocket_upgrade(self) -> None:
+            """Decline, which is to answer as if nothing had been asked: read the request again, without the wish."""
+            stopped = sys.exception()
+            assert isinstance(stopped, httptools.HttpParserUpgrade)
+            version = self.parser.get_http_version()
+            lines = [f"{self.scope['method']} {self.url.decode('latin-1')} HTTP/{version}".encode("latin-1")]
+            lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            body = self._data[stopped.args[0] :]
+            self.parser = httptools.HttpRequestParser(self)
+            self.data_received(b"\r\n".join([*lines, b"", body]))
 
         def pause_writing(self) -> None:
             """Watch what is left to be sent."""
