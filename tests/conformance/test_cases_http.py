@@ -171,6 +171,32 @@ def test_c065_a_length_that_lies_harms_nobody(open_server: Served, length: bytes
         assert b"private" not in data
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS.
+        b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /he alth HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: local\x00host\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: ten\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n{}",
+    ],
+)
+def test_what_is_no_http_is_400_and_harms_nobody(open_server: Served, data: bytes) -> None:
+    with stays_alive(open_server), connected(open_server, 5) as connection:
+        connection.sendall(data)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+        top, _, text = answer.partition(b"\r\n\r\n")
+        assert top.startswith(b"HTTP/1.1 400 ")
+        assert b"content-type: text/plain" in top
+        assert text == b"Invalid HTTP request received."
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b'{"a":1,"a":2}', b'{"a":NaN}', b'{"a":1e999}'])
 def test_bodies_that_are_no_json_object_are_refused(open_server: Served, data: bytes) -> None:
     for path in (COMPLETIONS, CHAT):
