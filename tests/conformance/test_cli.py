@@ -88,7 +88,7 @@ def stop(process: subprocess.Popen[bytes], number: signal.Signals) -> tuple[int,
 
 
 @pytest.mark.parametrize("data", [b"def f():\n    ", "\ufeff\0 \r\nSchreibe: 🦊\t\n\n".encode()])
-def test_c105_every_byte_of_standard_input_counts(data: bytes) -> None:
+def test_c018_c105_every_byte_of_standard_input_counts(data: bytes) -> None:
     assert output(*COMPLETE, "-", "--echo", "--max-tokens", "0", stdin=data) == data
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from legato.admission import Admission
 from legato.config import ServerSettings
-from legato.engines.scripted import Fault, Pause
+from legato.engines.scripted import Fault, Pause, Script
+from legato.types import Job
 from tests.conformance.reading import eventually, is_idle, num_running
 from tests.conftest import VENDOR_NAMES, Served, serve_script
 
@@ -44,6 +45,41 @@ def run_async(served: Served, use: Callable[[openai.AsyncOpenAI], Awaitable[None
 def chat(prefix: str) -> list[Any]:
     """A chat whose last message is the beginning of the answer."""
     return [{"role": "user", "content": "Count."}, {"role": "assistant", "content": prefix}]
+
+
+ODD_PREFIXES = ["  x = [\n    ", "\r\n\t", "a \u200b", "\ufeffé\u2028", '{"a": "\\', ""]
+
+
+@pytest.mark.parametrize("prefix", ODD_PREFIXES)
+def test_c018_the_prefix_arrives_as_it_was_given(prefix: str) -> None:
+    arrived = []
+
+    def record(job: Job) -> Script:
+        arrived.append(job.prompt.prefix)
+        return [b"\n  1, 2"]
+
+    with serve_script(record) as served, served.client() as client:
+
+        def ask(messages: list[Any], **fields: Any) -> str | None:
+            return (
+                client.chat.completions.create(model="m", messages=messages, extra_body=fields)
+                .choices[0]
+                .message.content
+            )
+
+        question, begun = chat(prefix)
+        for messages, fields in (
+            ([question, {**begun, "prefix": True}], {}),
+            ([question, {**begun, "partial": True}], {}),
+            ([question, begun], {"continue_final_message": True}),
+        ):
+            assert ask(messages, **fields) == "\n  1, 2"
+            assert ask(messages, **fields, echo=True) == f"{prefix}\n  1, 2"
+        assert arrived == [prefix] * 6
+        if prefix:
+            arrived.clear()
+            answer = client.completions.create(model="m", prompt=prefix)
+            assert (arrived, answer.choices[0].text) == ([prefix], "\n  1, 2")
 
 
 def test_completes_and_streams(small: Served, client: openai.OpenAI) -> None:
