@@ -178,7 +178,7 @@ def serve_script(script: Script | Callable[[Job], Script], **options: Any) -> It
 
     engine_options = {"context_length": options.pop("context_length")} if "context_length" in options else {}
     admission = options.pop("admission", None)
-    profile = {name: options.pop(name) for name in ("chat_template", "reasoning") if name in options}
+    profile = {name: options.pop(name) for name in ("chat_template", "infill", "reasoning") if name in options}
 
     async def load() -> Models:
         engine = ScriptedEngine(script, **engine_options)

@@ -10,12 +10,13 @@ import asyncio
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from legato.admission import Claim
+from legato.blocks import Ending, Indent, Line, block
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.loops import Cycle
 from legato.models import Model
@@ -36,6 +37,7 @@ from legato.types import (
     Prompt,
     Sampling,
     SamplingOptions,
+    Source,
     Step,
     Text,
     TextToken,
@@ -53,7 +55,6 @@ DEFAULT_MAX_TOKENS = 16
 """Of a raw prompt or an infill, as OpenAI has it; a chat's default is the rest of the context."""
 _GREEDY_BELOW = 1e-4
 """A temperature under this is greedy: dividing logits by it would leave the range of single precision."""
-_MAX_SUFFIX_STOP = 256
 _MAX_DELAY = 8
 """Tokens of thinking beyond the budget, while there is no good place for the closing tag."""
 
@@ -66,6 +67,8 @@ class Report:
     healed_bytes: tuple[int, ...]
     """Per prompt."""
     clipped: tuple[str, ...]
+    truncated: Mapping[str, int]
+    """What an infill's context had no room for: characters of `prefix` and `suffix`, number of `files`."""
     ignored: tuple[str, ...]
 
 
@@ -110,6 +113,8 @@ class Run:
             heal=job.prompt.heal,
             channels=Channels.of(job, self.model.engine.tokenizer.pieces, is_begun=True),
             stops=self._stops(),
+            ending=_ending(request.source),
+            suffix=request.source.suffix if isinstance(request.source, Infill) else "",
             before=prefix if self._joins_stops() else "",
             offset=len(prefix),
             min_tokens=job.min_tokens,
@@ -143,12 +148,12 @@ class Run:
                         has_thought = has_thought or is_first
                         if is_first or self._has_news(piece):
                             yield self._delta(choice, piece)
-                    if text.matched is not None:
+                    if text.is_over:
                         break
                     if cycle is not None and cycle.feed(token.id):
                         reason = "repetition"
                         break
-                if text.matched is not None or reason == "repetition":
+                if text.is_over or reason == "repetition":
                     break
                 if step.finish is not None:
                     reason = step.finish
@@ -157,7 +162,9 @@ class Run:
             if self._has_news(piece):
                 yield self._delta(choice, piece)
         usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted, text.num_thought)
-        matched = text.matched if text.matched in request.stops.strings else None
+        matched = text.matched
+        if matched is not None and matched not in request.stops.strings:
+            matched = matched.removeprefix("\r")
         ended = clock()
         first = first or ended
         times = Times(first - begun, ended - first)
@@ -195,11 +202,22 @@ class Run:
         return isinstance(self.request.source, Chat) if across is None else across
 
     def _stops(self) -> tuple[str, ...]:
+        """Return what ends the text. In a file whose lines end in CR LF, a stop at a line's end takes both."""
         stops = self.request.stops.strings
-        if isinstance(self.request.source, Infill):
-            line = _suffix_line(self.request.source.suffix)
-            return (*stops, line) if line else stops
-        return stops
+        if not isinstance(self.request.source, Infill):
+            return stops
+        return (*stops, *(f"\r{stop}" for stop in stops if stop.startswith("\n")))
+
+
+def _ending(source: Source) -> Ending | None:
+    """Return what ends an infill beside its suffix."""
+    if not isinstance(source, Infill):
+        return None
+    if source.end == "line":
+        return Line()
+    if source.end == "block":
+        return block(source.language, source.prefix + source.middle, source.suffix)
+    return Indent(source.min_indent) if source.min_indent else None
 
 
 async def _joined(choices: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerator[Event, None]:
@@ -275,9 +293,10 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             "`echo` with `logprobs` scores a plain prompt; it cannot be used with `suffix` or `instructions`",
             param="echo",
         )
+    _ending(request.source)
     prompts = render(request, engine.profile, engine.tokenizer, engine.seam)
     reference = tuple(engine.tokenizer.encode(request.prediction.encode(), special=False))
-    seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(32)
+    seed = request.sampling.seed if request.sampling.seed is not None else _seed(request, prompts)
     sampling = _settle(request.sampling, seed)
     request = replace(request, model=request.model or model.name, sampling=replace(request.sampling, seed=seed))
     num_drawn = request.num_drawn or request.num_choices
@@ -298,15 +317,26 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             )
         clipped = clipped or (request.max_tokens or 0) > room
         for choice in range(num_drawn):
-            job = _job(request, prompt, choice, min(wanted, room), sampling, reference)
+            job = _job(request, prompt, choice, min(wanted, room), sampling, reference, _stop_ids(request, model))
             jobs.append(replace(job, thinking=_thinking(request, job, model)))
     report = Report(
         seed=seed,
         healed_bytes=tuple(len(prompt.heal) for prompt in prompts),
         clipped=("max_tokens",) if clipped else (),
+        truncated=dict(cut for prompt in prompts for cut in prompt.cut),
         ignored=(*request.ignored, *_ignored(request, model)),
     )
     return Run(request, model, tuple(jobs), num_drawn, report)
+
+
+def _seed(request: CompletionRequest, prompts: Sequence[Prompt]) -> int:
+    """Draw a seed. While somebody types into a gap it stays the same, or each keystroke would suggest something else:
+    it comes from what is around the line.
+    """
+    if not isinstance(request.source, Infill):
+        return secrets.randbits(32)
+    scaffold = repr(prompts[0].ids[: prompts[0].floor]).encode()
+    return int.from_bytes(blake2b(scaffold, digest_size=4).digest(), "big")
 
 
 def _check_capabilities(request: CompletionRequest, model: Model) -> None:
@@ -355,6 +385,7 @@ def _job(
     max_tokens: int,
     sampling: Sampling,
     reference: tuple[int, ...],
+    stop_ids: tuple[int, ...],
 ) -> Job:
     return Job(
         id=secrets.token_hex(12),
@@ -365,13 +396,22 @@ def _job(
         canonical=request.seam.canonical,
         min_tokens=min(request.stops.min_tokens, max_tokens),
         ignore_end=request.stops.ignore_end,
-        stop_ids=request.stops.token_ids,
+        stop_ids=stop_ids,
         logprobs=0 if request.output.logprobs is None and request.num_drawn else request.output.logprobs,
         score_prompt=_scores_prompt(request),
         reference=reference,
         deterministic=request.deterministic,
         cache_salt=_cache_salt(request),
+        is_typed=isinstance(request.source, Infill),
     )
+
+
+def _stop_ids(request: CompletionRequest, model: Model) -> tuple[int, ...]:
+    """Return the ids that end an answer beside the model's own: in an infill also those that begin another part."""
+    marks = model.engine.profile.infill
+    if marks is None or not isinstance(request.source, Infill) or not model.engine.capabilities.ends:
+        return request.stops.token_ids
+    return (*request.stops.token_ids, *marks.ids)
 
 
 def _thinking(request: CompletionRequest, job: Job, model: Model) -> Thinking | None:
@@ -426,16 +466,6 @@ def _settle(asked: SamplingOptions, seed: int) -> Sampling:
         repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         logit_bias=asked.logit_bias,
     )
-
-
-def _suffix_line(suffix: str) -> str | None:
-    """Return the head of a suffix, to the end of its first line with text: where an infill would repeat it."""
-    stripped = suffix.lstrip()
-    line = stripped.split("\n", 1)[0].rstrip()
-    if len(line) < 3:
-        return None
-    head = suffix[: len(suffix) - len(stripped)] + line
-    return head[:_MAX_SUFFIX_STOP]
 
 
 def _prompt_tokens(tokens: Sequence[Token], prefix: str) -> tuple[TextToken, ...]:

@@ -24,12 +24,13 @@ import jinja2.ext
 import jinja2.sandbox
 
 from legato.errors import InvalidField, PromptTooLong, RequestError, UnsupportedFeature
-from legato.profiles import InfillTokens, Profile
+from legato.infill import fit, lay_out
+from legato.profiles import Profile
 from legato.seam import Seam
 from legato.types import (
+    REST_OF_CONTEXT,
     Chat,
     CompletionRequest,
-    File,
     Infill,
     Mark,
     Message,
@@ -43,8 +44,12 @@ from legato.types import (
 __all__ = ["render", "render_chat", "render_open"]
 
 _INSTRUCTED = "Continue the text. Write only what comes next."
-_PROJECT, _FILE = "project", "file"
-"""What a repository and a file are called whose names nobody told."""
+_FILL = (
+    "A text has a gap. You get what stands after the gap, and write the text from its beginning up to there, "
+    "so that both join exactly. Write nothing else, and stop where the part after the gap begins."
+)
+_TASK_ROOM = 256
+"""Tokens that are set aside for a task in words, and for the chat template."""
 
 
 def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, seam: Seam) -> tuple[Prompt, ...]:
@@ -61,7 +66,7 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
             case Chat() as chat:
                 return (renderer.chat(chat),)
             case Infill() as infill:
-                return (renderer.infill(infill),)
+                return (renderer.infill(infill, request.max_tokens),)
             case Text(prompts, None):
                 return tuple(renderer.raw(prompt) for prompt in prompts)
             case Text(prompts, instructions):
@@ -156,10 +161,10 @@ class _Renderer:
         is_text = self._tokenizer.encode(self._bytes(ids[floor:]), special=False) == ids[floor:]
         return floor if is_text else len(ids)
 
-    def _started(self, ids: list[int]) -> list[int]:
+    def _started(self, ids: Sequence[int]) -> list[int]:
         """Put the start token before ids, exactly once, if the model wants one."""
         start = self._tokenizer.start_id
-        return ids if start is None or ids[:1] == [start] else [start, *ids]
+        return [*ids] if start is None or (ids and ids[0] == start) else [start, *ids]
 
     def _after_control(self, ids: Sequence[int]) -> int:
         return max((at + 1 for at, id in enumerate(ids) if id in self._tokenizer.control_ids), default=0)
@@ -186,27 +191,29 @@ class _Renderer:
         header = self._plain(f"{instructions}\n{_INSTRUCTED}\n\n")
         return self._prompt(self._started(header), self._plain(prompt), prefix=prompt)
 
-    def infill(self, infill: Infill) -> Prompt:
-        """Lay out files, prefix and suffix around the markers; the prefix's last bytes are written again behind the
-        middle marker, and what is in the gap already follows them.
-        """
+    def infill(self, infill: Infill, max_tokens: int | None) -> Prompt:
+        """Lay out what is around a gap; the answer joins what stands before it, behind the last marker."""
+        limit = self._profile.context_length
+        reserved = limit // 4 if max_tokens == REST_OF_CONTEXT else min(max_tokens or 0, limit // 4)
+        room = limit - reserved - 1
+        text = infill.prefix + infill.middle
+        if infill.is_prompted:
+            if not self._profile.can_chat:
+                raise UnsupportedFeature('`infill` "prompted" needs a model that can chat', param="infill")
+            fitting, cut = fit(infill, self._plain, room=room - _TASK_ROOM)
+            prompt = self.chat(_fill_task(fitting))
+            return replace(prompt, prefix=text, origin=len(text.encode()) - len(prompt.heal), cut=cut)
         marks = self._profile.infill
         if marks is None:
             raise UnsupportedFeature(
-                "a suffix needs a model with infill tokens, and this one has none; `qwen2.5-coder-0.5b` has them",
+                "a suffix needs a model with infill tokens, and this one has none: `qwen2.5-coder-0.5b` has them, and "
+                'a model that can chat can be asked in words (`infill`: "prompted")',
                 param="suffix",
             )
-        before, text = self._plain(infill.prefix), infill.prefix + infill.middle
-        if self._options.heal:
-            kept, _ = self._seam.split(before, 0)
-            whole = self._plain(text)
-            before, middle = whole[:kept], whole[kept:]
-        else:
-            middle = self._plain(infill.middle)
-        files = self._files(infill.files, marks)
-        suffix = self._plain(infill.suffix)
-        scaffold = self._started([*files, marks.prefix, *before, marks.suffix, *suffix, marks.middle])
-        ids = [*scaffold, *middle]
+        fitting, cut = fit(infill, self._plain, room=room)
+        layout = lay_out(fitting, marks, self._plain, heals=self._options.heal)
+        scaffold = self._started(layout.scaffold)
+        ids = [*scaffold, *self._plain(layout.text)]
         kept, heal = self._seam.split(ids, len(scaffold)) if self._options.heal else (len(ids), b"")
         return self._checked(
             Prompt(
@@ -216,19 +223,9 @@ class _Renderer:
                 origin=len(text.encode()) - len(heal),
                 floor=len(scaffold),
                 prefix=text,
+                cut=cut,
             )
         )
-
-    def _files(self, files: Sequence[File], marks: InfillTokens) -> list[int]:
-        """Lay out other files as a repository, or, where the model knows none, as plain text before the prefix."""
-        if not files:
-            return []
-        if marks.repo is None or marks.file is None:
-            return self._plain("".join(f"{file.name}\n{file.text}\n\n" for file in files))
-        ids = [marks.repo, *self._plain(f"{_PROJECT}\n")]
-        for file in files:
-            ids += [marks.file, *self._plain(f"{file.name}\n{file.text}\n")]
-        return [*ids, marks.file, *self._plain(f"{_FILE}\n")]
 
     def _prompt(self, scaffold: Sequence[int], ids: Sequence[int], *, prefix: str) -> Prompt:
         """Cut scaffold and text at the seam."""
@@ -270,6 +267,13 @@ class _Renderer:
                 f"a text has the character U+{ord(character):04X} at byte {at}, which this model cannot spell"
             )
         return ids
+
+
+def _fill_task(infill: Infill) -> Chat:
+    """Ask in words what infill tokens would: what stands before the gap is what the assistant has written so far."""
+    files = "".join(f"The file {file.name} of the same project:\n{file.text}\n\n" for file in infill.files)
+    task = f"{files}After the gap:\n{infill.suffix}"
+    return Chat((Message("system", _FILL), Message("user", task)), Mark(infill.prefix + infill.middle))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

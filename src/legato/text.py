@@ -4,12 +4,14 @@ UTF-8 whole, stops cut.
 It receives `Token`s in order and returns text with the tokens that carry it. It does no I/O, and does not know
 engines, prompts or dialects.
 
-Four stages, each with `feed` and `flush`, none aware of the others:
+Six stages, each with `feed` and `flush`, none aware of the others:
 
     Heal      drops the bytes that the prefix already has
     Channels  tells thinking from content by its tags; holds what may still become a tag
     Utf8      holds the bytes of an unfinished character
     Stop      holds content that may still become a stop, and ends at the first stop that completes
+    Ending    ends an infill with its line or block (`blocks`)
+    Overlap   holds what may be the suffix's beginning, and ends where an infill would repeat it
 
 `Assembler` runs them token by token. What it returns does not depend on how the bytes were cut into tokens or the
 tokens into steps: text that was released is never taken back. An unfinished character at the very end is left out, and
@@ -19,14 +21,21 @@ so is an unfinished tag where an answer was cut.
 from __future__ import annotations
 
 import codecs
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from legato.blocks import Ending
 from legato.errors import GenerationFailed
 from legato.types import Channel, Job, TextToken, Token
 
-__all__ = ["Assembler", "Channels", "Heal", "Piece", "Stop", "Utf8"]
+__all__ = ["Assembler", "Channels", "Heal", "Overlap", "Piece", "Stop", "Utf8"]
+
+_MAX_HEAD = 256
+_MIN_OVERLAP = 3
+"""Characters, without blanks, from which on the beginning of a suffix is no coincidence."""
+_BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
 class Heal:
@@ -191,6 +200,93 @@ class Stop:
         return None if best is None else best[1]
 
 
+class Overlap:
+    """Ends an infill where it would repeat what follows the gap: at the first line of `suffix` that is not blank.
+
+    Where the text ends by itself, what it has of the suffix's beginning is left out: three characters or more beside
+    blanks, brackets that nothing in the text has opened, or a word that the suffix begins with and the text ends with.
+    """
+
+    def __init__(self, suffix: str) -> None:
+        self._head = _head(suffix)
+        self._is_told = _num_told(self._head) >= _MIN_OVERLAP
+        self._word = re.match(r"\w*", suffix)[0]  # type: ignore[index]  # It always matches.
+        self._text = ""
+        """All that was released."""
+        self._held = ""
+        self.is_over = False
+        """Whether the suffix was about to be repeated; nothing fed after it has an effect."""
+
+    def feed(self, text: str) -> str:
+        """Return the text that can no longer belong to the suffix."""
+        if self.is_over or not text:
+            return ""
+        if not self._head:
+            return text
+        self._held += text
+        at = self._held.find(self._head) if self._is_told else -1
+        self.is_over = at >= 0
+        cut = at if self.is_over else len(self._held) - next(self._overlaps(self._held))
+        released = self._held[:cut]
+        self._held = "" if self.is_over else self._held[cut:]
+        self._text += released
+        return released
+
+    def flush(self, *, is_cut: bool) -> str:
+        """Return what of the text held is not the suffix's. A text that `is_cut` may go on: only much is left out."""
+        held, self._held = self._held, ""
+        for num in self._overlaps(held):
+            if self._is_repeated(held[: len(held) - num], held[len(held) - num :], is_cut=is_cut):
+                self.is_over = True
+                return held[: len(held) - num]
+        return held
+
+    def _overlaps(self, text: str) -> Iterator[int]:
+        """Yield how many characters at the end of a text are the beginning of the head, the most first, down to 0."""
+        for num in range(min(len(text), len(self._head)), -1, -1):
+            if text.endswith(self._head[:num]):
+                yield num
+
+    def _is_repeated(self, before: str, overlap: str, *, is_cut: bool) -> bool:
+        if _num_told(overlap) >= _MIN_OVERLAP:
+            return True
+        if is_cut or not overlap.strip():
+            return False
+        return overlap == self._word or _closes(self._text + before, overlap)
+
+
+def _head(suffix: str) -> str:
+    """Return the first line of a suffix that is not blank, with the line end before it, or the blanks; of short ones
+    as many as it takes to be told from others. Empty: there is too little.
+    """
+    stripped = suffix.lstrip()
+    blank = suffix[: len(suffix) - len(stripped)]
+    start = max(0, blank.rfind("\n"))
+    end = len(blank)
+    while _num_told(suffix[start:end]) < _MIN_OVERLAP and end < len(suffix):
+        end = suffix.find("\n", end + 1)
+        end = len(suffix) if end < 0 else end
+    return suffix[start:end].rstrip()[:_MAX_HEAD]
+
+
+def _num_told(text: str) -> int:
+    """Count the characters that are not blank."""
+    return sum(not character.isspace() for character in text)
+
+
+def _closes(text: str, closers: str) -> bool:
+    """Whether `closers` are closing brackets, and `text` leaves none open."""
+    if not all(closer in _BRACKETS or closer.isspace() for closer in closers):
+        return False
+    open: list[str] = []
+    for character in text:
+        if character in _BRACKETS.values():
+            open.append(character)
+        elif open and _BRACKETS.get(character) == open[-1]:
+            open.pop()
+    return not open
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Text of one channel, and the tokens whose text is out with it. Tokens of thinking and of tags carry no text."""
@@ -203,8 +299,9 @@ class Piece:
 class Assembler:
     """Runs the stages over one answer, and carries each token to the place where its text comes out.
 
-    `offset` is where the answer begins, in characters from the beginning of the text that it joins. No stop completes
-    in the text of the first `min_tokens` tokens.
+    `suffix` is what follows the text, if it fills a gap, and `ending` decides where else it is over. `offset` is where
+    the answer begins, in characters from the beginning of the text that it joins. Before the text of the first
+    `min_tokens` tokens is out, nothing ends it.
     """
 
     def __init__(
@@ -213,6 +310,8 @@ class Assembler:
         heal: bytes = b"",
         channels: Channels | None = None,
         stops: Sequence[str] = (),
+        ending: Ending | None = None,
+        suffix: str = "",
         before: str = "",
         offset: int = 0,
         min_tokens: int = 0,
@@ -224,6 +323,8 @@ class Assembler:
         self._thought = Utf8()
         self._utf8 = Utf8()
         self._stop = Stop(stops, before)
+        self._ending = ending
+        self._overlap = Overlap(suffix)
         self._waiting: deque[TextToken] = deque()
         self._decoded = offset
         self._released = offset
@@ -235,8 +336,14 @@ class Assembler:
 
     @property
     def matched(self) -> str | None:
-        """The stop that ended the text, if one did; nothing fed after it has an effect."""
+        """The stop that ended the text, if one did."""
         return self._stop.matched
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has come to an end: nothing fed from here on has an effect."""
+        is_ended = self._ending is not None and self._ending.is_over
+        return self.matched is not None or is_ended or self._overlap.is_over
 
     @property
     def is_thinking(self) -> bool:
@@ -245,7 +352,7 @@ class Assembler:
 
     def feed(self, token: Token) -> tuple[Piece, ...]:
         """Return what `token` releases, thinking before content."""
-        if self.matched is not None:
+        if self.is_over:
             return ()
         data = self._heal.feed(token.data)
         if not data:
@@ -277,9 +384,12 @@ class Assembler:
         else:
             pieces = self._say_all(self._undecided)
         released = self._utf8.flush() + self._stop.flush()
+        if self._ending is not None:
+            released = self._ending.feed(released) + self._ending.flush()
+        released = self._overlap.feed(released) + self._overlap.flush(is_cut=is_cut)
         self._released += len(released)
-        if self.matched is not None:
-            return (*pieces, Piece(released))
+        if self.is_over:
+            return (*pieces, Piece(released, self._release(is_end=True)))
         tokens = tuple(self._waiting)
         self._waiting.clear()
         return (*pieces, Piece(released, tokens))
@@ -294,19 +404,22 @@ class Assembler:
         text = self._utf8.feed(token.data)
         self._waiting.append(TextToken(token.id, text, token.data, self._decoded, token.logprob, token.top))
         self._decoded += len(text)
-        released = self._stop.feed(text, can_end=index > self._min_tokens)
+        can_end = index > self._min_tokens
+        released = self._stop.feed(text, can_end=can_end)
+        if can_end:
+            released = self._overlap.feed(self._ending.feed(released) if self._ending else released)
         self._released += len(released)
         return Piece(released, self._release())
 
     def _silent(self, token: Token) -> TextToken:
         return TextToken(token.id, "", token.data, self._decoded, token.logprob, token.top)
 
-    def _release(self) -> tuple[TextToken, ...]:
+    def _release(self, *, is_end: bool = False) -> tuple[TextToken, ...]:
         tokens = []
         while self._waiting:
             token = self._waiting[0]
             end = token.offset + len(token.text)
-            if token.offset >= self._released or (end > self._released and self.matched is None):
+            if token.offset >= self._released or (end > self._released and not is_end):
                 break
             if end > self._released:
                 token = replace(token, text=token.text[: self._released - token.offset])

@@ -23,6 +23,7 @@ __all__ = [
     "File",
     "FinishReason",
     "Finished",
+    "GapEnd",
     "Infill",
     "Job",
     "Mark",
@@ -53,6 +54,7 @@ REST_OF_CONTEXT = -1
 
 FinishReason = Literal["stop", "length", "repetition", "error", "cancelled"]
 Channel = Literal["content", "reasoning"]
+GapEnd = Literal["suffix", "line", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,16 @@ class Infill:
     middle: str = ""
     """What stands in the gap already."""
     files: tuple[File, ...] = ()
+    end: GapEnd = "suffix"
+    """What ends the answer beside the model: only where the suffix would be repeated, or also the end of the line, or
+    of the block that the gap is in.
+    """
+    language: str = ""
+    """What the text is written in, for the end of a block."""
+    min_indent: int = 0
+    """A line that is indented by fewer columns ends the answer."""
+    is_prompted: bool = False
+    """Whether a model is asked in words, instead of by infill tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +291,8 @@ class Prompt:
     turn: int = 0
     """Tokens before the assistant's turn; among them may be a tag that has opened the thinking (`is_opened`)."""
     is_opened: bool = False
+    cut: tuple[tuple[str, int], ...] = ()
+    """What was left out to fit the context: names and amounts (`infill.Layout`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -336,6 +350,8 @@ class Job:
     """Whether the answer may in no way depend on what else runs or is cached, at the price of speed."""
     cache_salt: str = ""
     """Jobs share KV entries only with Jobs of the same salt."""
+    is_typed: bool = False
+    """Whether somebody types where the text goes on: a Job like it may follow that continues from its answer."""
     num_resumed: int = 0
     """Ids at the end of the prompt that an engine wrote before it died: to be fed as when they were written."""
 
@@ -362,6 +378,7 @@ class Job:
                 ids=tuple(prompt["ids"]),
                 tail=tuple(prompt["tail"]),
                 heal=bytes.fromhex(prompt["heal"]),
+                cut=tuple((name, num) for name, num in prompt["cut"]),
             ),
             sampling=Sampling(**sampling, logit_bias=bias),
             thinking=thinking,

@@ -130,7 +130,7 @@ def test_every_cover_is_canonical_and_covers(vocabulary: Vocabulary, seam: Seam,
 @pytest.fixture(scope="session")
 def profile(vocabulary: Vocabulary) -> Profile:
     special = {id: vocabulary.pieces[id] for id in vocabulary.control_ids}
-    return profile_from_metadata(vocabulary.metadata, special, vocabulary.infill_ids, vocabulary.context_length)
+    return profile_from_metadata(vocabulary.metadata, special, vocabulary.context_length)
 
 
 def prompt_for(source: Text | Chat, profile: Profile, vocabulary: Vocabulary, seam: Seam) -> Prompt:

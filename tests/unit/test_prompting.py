@@ -12,7 +12,6 @@ from legato.seam import Seam
 from legato.types import (
     Chat,
     CompletionRequest,
-    File,
     Infill,
     Mark,
     Message,
@@ -193,31 +192,27 @@ def test_instructions_are_a_turn_before_the_text_or_a_header() -> None:
         prompt_for(Text(((1, 2),), "x"))
 
 
-def test_infill_puts_both_sides_around_the_markers() -> None:
-    marks = InfillTokens(prefix=1, suffix=2, middle=3)
-    prompt = prompt_for(Infill("ab", "cd"), infill=marks)
-    assert prompt.ids == (1, *b"ab", 2, *b"cd", 3)
-    assert prompt.floor == len(prompt.ids)
+def test_infill_without_tokens_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="infill tokens") as caught:
         prompt_for(Infill("ab", "cd"))
     assert caught.value.param == "suffix"
 
 
-def test_what_stands_in_the_gap_is_continued_behind_the_middle_marker() -> None:
+def test_what_stands_in_the_gap_is_part_of_the_text() -> None:
     marks = InfillTokens(prefix=1, suffix=2, middle=3)
-    prompt = prompt_for(Infill("ab", "cd", middle="ef"), infill=marks)
-    assert prompt.ids == (1, *b"ab", 2, *b"cd", 3, *b"ef")
-    assert prompt.floor == len(prompt.ids) - 2
-    assert (prompt.prefix, prompt.origin) == ("abef", 4)
+    prompt = prompt_for(Infill("x\nab", "cd", middle="ef"), infill=marks)
+    assert prompt.ids == (1, *b"x\n", 2, *b"cd", 3, *b"abef")
+    assert prompt.floor == len(prompt.ids) - 4
+    assert (prompt.prefix, prompt.origin) == ("x\nabef", 6)
 
 
-def test_files_are_a_repository_or_plain_text_before_the_prefix() -> None:
-    infill = Infill("ab", "cd", files=(File("x.py", "1"), File("y.py", "2")))
-    known = prompt_for(infill, infill=InfillTokens(1, 2, 3, repo=4, file=5))
-    repository = (4, *b"project\n", 5, *b"x.py\n1\n", 5, *b"y.py\n2\n", 5, *b"file\n")
-    assert known.ids == (*repository, 1, *b"ab", 2, *b"cd", 3)
-    plain = prompt_for(infill, infill=InfillTokens(1, 2, 3))
-    assert plain.ids == (*b"x.py\n1\n\ny.py\n2\n\n", 1, *b"ab", 2, *b"cd", 3)
+def test_a_gap_can_be_described_in_words() -> None:
+    prompt = prompt_for(Infill("ab", "c<|end|>d", is_prompted=True), context_length=1000)
+    text = shown(prompt)
+    assert text.startswith("[system]A text has a gap.")
+    assert text.endswith("After the gap:\nc<|end|>d<|end|>[assistant]ab")
+    assert prompt.ids.count(256) == 2  # The suffix's marker is text.
+    assert (prompt.prefix, prompt.origin) == ("ab", 2)
 
 
 def test_ids_and_texts_follow_each_other() -> None:

@@ -240,3 +240,51 @@ def test_a_token_that_ends_the_thinking_and_begins_the_content_is_scored_as_cont
         ("content", "\n\nc", ["\n\nc"]),
     ]
     assert assembler.num_thought == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What follows a gap
+
+SUFFIXES = [
+    ("x", ")\n", "x)", "", True),  # The closing bracket is the suffix's.
+    ("1, 2", ", 3);\nreturn total;\n", "1, 2, 3);", "\nreturn total;", True),
+    ("x", "abc(d)\ne", "xabc(d)", "", True),
+    ("a = 1", "\n    return a\n", "a = 1\n    return a", "\n", True),
+    ("a = 1", "\n\n\ndef f():\n", "a = 1\ndef f():", "", True),
+    ("y = f(x)", ")\n", "y = f(x)", "", False),  # It closes what the text has opened.
+    (" i", "n range(3):\n", " in", "", True),
+    ("", "ort(array):\n", "ort", "", True),
+    ("x ", "y\n", "x ", "", False),
+    ("a b", " c\n", "a b", "", False),
+    ("a\n", "\nb\n", "a\n", "", False),  # A line end alone is no repetition.
+    ("}", "\n", "}", "", False),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize(("shown", "suffix", "text", "rest", "is_over"), SUFFIXES)
+def test_c091_an_infill_does_not_repeat_what_follows(
+    shown: str, suffix: str, text: str, rest: str, is_over: bool, size: int
+) -> None:
+    data = (text + rest).encode()
+    chunks = [data[at : at + size] for at in range(0, len(data), size)]
+    answer, tokens, assembler = run(chunks, suffix=suffix)
+    assert answer == shown
+    assert assembler.is_over is is_over
+    assert "".join(token.text for token in tokens) == shown
+
+
+@given(st.text("ab(){}\n ,", max_size=30), st.text("ab(){}\n ,", max_size=12), st.lists(st.integers(0, 40)))
+def test_c091_an_infill_never_ends_with_three_characters_of_the_suffix(text: str, suffix: str, cuts: list[int]) -> None:
+    whole, _, _ = run([text.encode()], suffix=suffix)
+    assert text.startswith(whole)
+    assert run(split(text.encode(), cuts), suffix=suffix)[0] == whole
+    line = suffix.lstrip().partition("\n")[0].rstrip()
+    for num in range(3, len(line) + 1):
+        is_told = len("".join(line[:num].split())) >= 3
+        assert not (is_told and whole.endswith(suffix[: len(suffix) - len(suffix.lstrip())] + line[:num]))
+
+
+def test_an_answer_that_was_cut_keeps_what_may_be_no_repetition() -> None:
+    assert told([b"f(x", b")"], is_cut=True, suffix=")\n")[1] == "f(x)"
+    assert told([b"a, ret"], is_cut=True, suffix="return x\n")[1] == "a, "

@@ -14,11 +14,14 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, field_validator
 
+from legato.blocks import LANGUAGES
 from legato.dialects.base import Body, unknown_fields
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.types import (
     Chat,
     CompletionRequest,
+    File,
+    Infill,
     Mark,
     Message,
     Output,
@@ -36,6 +39,7 @@ __all__ = [
     "ChatBody",
     "CommonBody",
     "FlaggedChatBody",
+    "GapBody",
     "MessageBody",
     "NumChoices",
     "Penalty",
@@ -205,6 +209,38 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
             raise InvalidField(f"`logit_bias` must have token ids as its keys, got {key!r}", param="logit_bias")
         values[int(key)] = value
     return values
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Infill
+
+
+class GapBody(Body):
+    """Legato's own fields of a path that fills gaps."""
+
+    infill: Literal["markers", "prompted"] | None = None
+    infill_end: Literal["suffix", "line", "block"] | None = None
+    language: Literal["c", "cpp", "go", "java", "javascript", "python", "rust", "typescript"] | None = None
+
+    def gap(self, prefix: str, suffix: str, *, middle: str = "", files: Sequence[File] = ()) -> Infill:
+        """Return the gap, with how it is filled."""
+        if self.infill_end == "block" and self.language is None:
+            raise InvalidField(
+                f'`infill_end` "block" needs `language`, one of {", ".join(LANGUAGES)}', param="language"
+            )
+        return Infill(
+            prefix,
+            suffix,
+            middle=middle,
+            files=tuple(files),
+            end=self.infill_end or "suffix",
+            language=self.language or "",
+            is_prompted=self.infill == "prompted",
+        )
+
+    def gap_fields(self) -> tuple[str, ...]:
+        """Name what was said about a gap where there is none."""
+        return tuple(name for name in GapBody.model_fields if getattr(self, name) is not None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

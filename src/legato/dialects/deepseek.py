@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from legato.dialects.base import Body, read_body
-from legato.dialects.bodies import ChatBody, CommonBody, MessageBody, has_mark
+from legato.dialects.bodies import ChatBody, CommonBody, GapBody, MessageBody, has_mark
 from legato.dialects.shapes import ChatRoute, CompletionsRoute, Shape, error_type, openai_usage
 from legato.errors import InvalidField, LegatoError
-from legato.types import CompletionRequest, Infill, Output, Source, Text, Usage
+from legato.types import CompletionRequest, Output, Source, Text, Usage
 
 __all__ = ["SHAPE", "ChatDialect", "CompletionsDialect"]
 
@@ -51,7 +51,7 @@ class _Limits(CommonBody):
         return max_tokens
 
 
-class _CompletionsBody(_Limits):
+class _CompletionsBody(_Limits, GapBody):
     prompt: str
     suffix: str | None = None
     echo: bool = False
@@ -66,9 +66,10 @@ class CompletionsDialect(CompletionsRoute):
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
         read = read_body(_CompletionsBody, body)
-        source: Source = Text((read.prompt,)) if read.suffix is None else Infill(read.prompt, read.suffix)
+        source: Source = Text((read.prompt,)) if read.suffix is None else read.gap(read.prompt, read.suffix)
         output = Output(echo=read.echo, logprobs=read.logprobs)
-        return read.request(source, max_tokens=read.max_tokens, output=output)
+        ignored = read.gap_fields() if read.suffix is None else ()
+        return read.request(source, max_tokens=read.max_tokens, output=output, ignored=ignored)
 
 
 class _Message(MessageBody):

@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -22,6 +22,7 @@ from legato.dialects.bodies import (
     MAX_STOP_BYTES,
     MAX_STOPS,
     ChatBody,
+    GapBody,
     MessageBody,
     NumChoices,
     Penalty,
@@ -181,11 +182,12 @@ class _Extra(Body):
     filename: str = "tmp"
 
 
-class _InfillBody(_GenerationBody):
+class _InfillBody(_GenerationBody, GapBody):
     input_prefix: str
     input_suffix: str
     prompt: str = ""
     input_extra: list[_Extra] = Field([])
+    n_indent: Annotated[int, Field(ge=0)] = 0
 
 
 class _Dialect:
@@ -250,7 +252,8 @@ class InfillDialect(_Dialect):
             for index, extra in enumerate(read.input_extra)
             for name in unknown_fields(extra)
         ]
-        return read.request(Infill(read.input_prefix, read.input_suffix, read.prompt, files), ignored=ignored)
+        gap = read.gap(read.input_prefix, read.input_suffix, middle=read.prompt, files=files)
+        return read.request(replace(gap, min_indent=read.n_indent), ignored=ignored)
 
 
 @dataclass(slots=True)

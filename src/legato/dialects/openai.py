@@ -12,17 +12,17 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import MAX_CHOICES, CommonBody, FlaggedChatBody, MessageBody, NumChoices, has_mark
+from legato.dialects.bodies import MAX_CHOICES, CommonBody, FlaggedChatBody, GapBody, MessageBody, NumChoices, has_mark
 from legato.dialects.shapes import ChatRoute, CompletionsRoute
 from legato.errors import InvalidField
-from legato.types import CompletionRequest, Infill, Output, Source, Text
+from legato.types import CompletionRequest, Output, Source, Text
 
 __all__ = ["ChatDialect", "CompletionsDialect"]
 
 _PROMPT = "a text, a list of texts, a list of token ids or a list of such lists, and not empty"
 
 
-class _CompletionsBody(CommonBody):
+class _CompletionsBody(CommonBody, GapBody):
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(description=_PROMPT)]
     suffix: str | None = None
     echo: bool = False
@@ -58,7 +58,7 @@ class CompletionsDialect(CompletionsRoute):
                 raise InvalidField("`suffix` needs `prompt` to be one text", param="suffix")
             if read.instructions is not None:
                 raise InvalidField("`suffix` and `instructions` cannot be used together", param="instructions")
-            source = Infill(prompts[0], read.suffix)
+            source = read.gap(prompts[0], read.suffix)
         num_drawn = read.num_drawn
         for name, num in (("n", read.n), ("best_of", num_drawn or 0)):
             if len(prompts) * num > MAX_CHOICES:
@@ -68,7 +68,8 @@ class CompletionsDialect(CompletionsRoute):
                     param=name,
                 )
         output = Output(echo=read.echo, logprobs=read.logprobs)
-        request = read.request(source, max_tokens=read.max_tokens, num_choices=read.n, output=output)
+        ignored = read.gap_fields() if read.suffix is None else ()
+        request = read.request(source, max_tokens=read.max_tokens, num_choices=read.n, output=output, ignored=ignored)
         return replace(request, num_drawn=num_drawn)
 
 

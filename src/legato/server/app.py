@@ -212,6 +212,8 @@ def _report_headers(report: Report) -> dict[str, str]:
     }
     if report.clipped:
         headers["legato-clipped"] = ", ".join(report.clipped)
+    if report.truncated:
+        headers["legato-truncated"] = ", ".join(f"{name}={num}" for name, num in report.truncated.items())
     return headers
 
 
@@ -227,6 +229,7 @@ def _facts(run: Run, usage: Usage) -> Facts:
         "drafted_tokens": usage.drafted_tokens,
         "ignored": list(report.ignored),
         "clipped": list(report.clipped),
+        "truncated": dict(report.truncated),
         "rounds": 1,
     }
 

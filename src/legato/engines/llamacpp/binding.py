@@ -90,17 +90,6 @@ class Vocabulary:
         self.control_ids = frozenset(control) | self.end_ids
         start = llama_cpp.llama_vocab_bos(vocab)
         self.start_id: int | None = start if start >= 0 and llama_cpp.llama_vocab_get_add_bos(vocab) else None
-        self.infill_ids: Mapping[str, int] = {
-            name: id
-            for name, id in (
-                ("prefix", llama_cpp.llama_vocab_fim_pre(vocab)),
-                ("suffix", llama_cpp.llama_vocab_fim_suf(vocab)),
-                ("middle", llama_cpp.llama_vocab_fim_mid(vocab)),
-                ("repo", llama_cpp.llama_vocab_fim_rep(vocab)),
-                ("file", llama_cpp.llama_vocab_fim_sep(vocab)),
-            )
-            if id >= 0
-        }
         self.metadata: Mapping[str, str] = dict(self._read_metadata())
         architecture = self.metadata.get("general.architecture", "")
         self.context_length = int(self.metadata.get(f"{architecture}.context_length", 0))

@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from legato.engines.llamacpp.recall import Recall
 from legato.engines.llamacpp.worker import WorkerSettings, pack
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
 from legato.profiles import Profile, profile_from_metadata
 from legato.seam import Seam
-from legato.types import Capabilities, Job, Step, Token, Tokenizer
+from legato.types import Capabilities, FinishReason, Job, Step, Token, Tokenizer
 
 __all__ = ["LlamaCppEngine"]
 
@@ -49,6 +50,7 @@ class _Live:
     is_accepted: bool = False
     has_scores: bool = False
     num_deaths: int = 0
+    finish: FinishReason | None = None
 
     def remaining(self) -> Job:
         """Return the Job that continues from the tokens produced so far."""
@@ -84,6 +86,7 @@ class LlamaCppEngine:
         self._settings = settings
         self._environment = environment
         self._live: dict[str, _Live] = {}
+        self._recall = Recall()
         self._counts: deque[asyncio.Future[Mapping[str, int]]] = deque()
         self._errors: deque[str] = deque(maxlen=8)
         self._process: asyncio.subprocess.Process | None = None
@@ -132,8 +135,18 @@ class LlamaCppEngine:
         """
         if self._failure is not None:
             raise self._failure
-        live = self._live[job.id] = _Live(job)
-        self._send(("submit", job))
+        live = _Live(job)
+        recalled = self._recall.find(job)
+        if recalled is not None:
+            live.is_accepted = True
+            yield Step(num_cached=len(job.prompt.ids))
+            tokens, finish = recalled
+            live.tokens.extend(tokens)
+            yield Step(tokens, finish=finish)
+            if finish is not None:
+                return
+        self._live[job.id] = live
+        self._send(("submit", live.remaining()))
         try:
             while True:
                 step = await live.steps.get()
@@ -143,6 +156,7 @@ class LlamaCppEngine:
                 if step.finish is not None:
                     return
         finally:
+            self._recall.keep(job, live.tokens, live.finish)
             if self._live.pop(job.id, None) is not None:
                 self._send(("cancel", job.id))
 
@@ -261,7 +275,7 @@ class LlamaCppEngine:
         special = {id: vocabulary.pieces[id] for id in vocabulary.control_ids}
         self.tokenizer = vocabulary
         self.seam = Seam(vocabulary)
-        self.profile = profile_from_metadata(vocabulary.metadata, special, vocabulary.infill_ids, context_length)
+        self.profile = profile_from_metadata(vocabulary.metadata, special, context_length)
 
     async def _run(self, reader: asyncio.StreamReader) -> None:
         """Hand out events; start the worker again when it dies."""
@@ -323,6 +337,7 @@ class LlamaCppEngine:
             live.has_scores = live.has_scores or bool(step.prompt)
             live.tokens.extend(step.tokens)
             live.steps.put_nowait(step)
+            live.finish = step.finish
             if step.finish is not None:
                 del self._live[job_id]
 
