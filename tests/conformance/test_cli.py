@@ -309,6 +309,44 @@ def test_a_context_too_large_for_memory() -> None:
 # -- models, pull, doctor, help ---------------------------------------------------------------------------------------
 
 
+FIB = (
+    b"\xef\xbb\xbfdef fib(n):\r\n    # caf\xc3\xa9\r\n    if n < 2:\r\n        ret\r\n"
+    b"    return fib(n - 1) + fib(n - 2)\r\n"
+)
+
+
+def test_infill_prints_or_writes_what_belongs_into_a_gap(tmp_path: Path) -> None:
+    path = tmp_path / "fib.py"
+    path.write_bytes(FIB)
+    path.chmod(0o640)
+    told = output("infill", "fib.py:4:12", "--end", "block")
+    assert told.startswith(b"urn ")
+    assert b"\n    return fib" not in told.replace(b"\r", b"")
+    assert path.read_bytes() == FIB
+    assert output("infill", "fib.py:4:12", "--end", "block", "--write") == told
+    assert path.read_bytes() == FIB.replace(b"ret\r", b"ret" + told + b"\r")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [file.name for file in tmp_path.iterdir()] == ["fib.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fib.py",), "FILE:LINE:COL must end in two numbers, got fib.py"),
+        (("fib.py:7:1",), "fib.py has 6 lines, got line 7"),
+        (("fib.py:0:1",), "fib.py has 6 lines, got line 0"),
+        (("fib.py:2:12",), "line 2 of fib.py has columns 1 to 11, got column 12"),
+        (("text:1:1", "--end", "block"), "--end block needs a file of a known kind"),
+        (("bytes:1:1",), "bytes is not UTF-8: byte 1 is 0xff"),
+    ],
+)
+def test_what_infill_cannot_do(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "fib.py").write_bytes(FIB)
+    (tmp_path / "text").write_bytes(b"x")
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    assert failure("infill", *arguments).startswith(message)
+
+
 def test_models_tells_what_is_here(tmp_path: Path) -> None:
     here = output("models").decode()
     assert re.search(rf"^{SMALL}\n  .*\n  98 MB, Apache-2.0, here$", here, re.M)
