@@ -124,7 +124,7 @@ class Run:
         shown: list[TextToken] = []
         num_cached = num_drafted = 0
         reason: FinishReason = "stop"
-        timely = _until(deadline, request.max_writing_s, self._steps(job, claim))
+        timely = _until(deadline, request.max_reading_s, request.max_writing_s, self._steps(job, claim))
         async with aclosing(timely) as steps:
             async for step in steps:
                 num_cached += step.num_cached
@@ -251,27 +251,36 @@ async def _joined(choices: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenera
 
 
 async def _until(
-    deadline: float | None, writing_s: float | None, steps: AsyncGenerator[Step, None]
+    deadline: float | None, reading_s: float | None, writing_s: float | None, steps: AsyncGenerator[Step, None]
 ) -> AsyncGenerator[Step, None]:
     """Pass Steps on; at the deadline, in the loop's time, end as at the limit of tokens, since the text can go on.
 
-    `writing_s` after the first token is a deadline, too.
+    `reading_s` after the Job is accepted is a deadline of its first token, and `writing_s` after that one of its end.
     """
     clock = asyncio.get_running_loop().time
-    is_accepted = False
+
+    def within(seconds: float | None) -> float | None:
+        if seconds is None:
+            return deadline
+        return min(math.inf if deadline is None else deadline, clock() + seconds)
+
+    is_accepted = is_begun = False
+    end = deadline
     async with aclosing(steps):
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(end):
                     step = await anext(steps, None)
             except TimeoutError:
                 break
             if step is None:
                 return
-            is_accepted = True
             yield step
-            if step.tokens and writing_s is not None:
-                deadline, writing_s = min(deadline or math.inf, clock() + writing_s), None
+            if step.tokens and not is_begun:
+                is_begun, end = True, within(writing_s)
+            elif not is_accepted:
+                end = within(reading_s)
+            is_accepted = True
     if not is_accepted:
         yield Step()
     yield Step(finish="length")

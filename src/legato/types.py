@@ -258,6 +258,8 @@ class CompletionRequest:
     """Share KV entries only with requests that name the same."""
     timeout_s: float | None = None
     """Seconds that the answer may take, waiting included."""
+    max_reading_s: float | None = None
+    """Seconds that it may take from the start of reading its prompt to its first token."""
     max_writing_s: float | None = None
     """Seconds that it may take from its first token on."""
     ignored: tuple[str, ...] = ()

@@ -86,6 +86,7 @@ class _GenerationBody(Body):
         Field(description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_BYTES} bytes"),
     ] = None
     ignore_eos: bool = False
+    t_max_prompt_ms: Annotated[float, Field(ge=0)] = 0
     t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
     seed: Seed = -1
     temperature: Temperature = 0.8
@@ -129,6 +130,7 @@ class _GenerationBody(Body):
             num_choices=self.n_cmpl if self.n is None else self.n,
             stops=Stops(strings=read_stops(self.stop)[0], ignore_end=self.ignore_eos),
             output=Output(stream=self.stream, logprobs=num_probs or None, token_ids=self.stream or self.return_tokens),
+            max_reading_s=self.t_max_prompt_ms / 1000 if self.t_max_prompt_ms else None,
             max_writing_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
             deterministic=not self.cache_prompt,
             ignored=(*unknown_fields(self), *ignored),
