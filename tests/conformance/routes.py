@@ -30,7 +30,7 @@ def body_on(path: str, num_tokens: int = 4, *, model: str = "m", stream: bool = 
     if path == CHAT or path in CHATS:
         return {**body, "messages": [user("Hi")], **fields}
     if path == INFILL:
-        return {**body, "input_prefix": "One, two,", "input_suffix": " four.\n", **fields}
+        return {**body, "input_prefix": "One, two,", "input_suffix": " nine, ten.\n", **fields}
     return {**body, "prompt": "One, two,", **fields}
 
 
