@@ -350,15 +350,16 @@ def _seed(request: CompletionRequest, prompts: Sequence[Prompt]) -> int:
 
 def _check_capabilities(request: CompletionRequest, model: Model) -> None:
     can, stops = model.engine.capabilities, request.stops
-    thinks = model.engine.profile.reasoning is not None
+    reasoning = request.reasoning
+    is_bound = reasoning.effort is not None or reasoning.max_tokens is not None
+    bounds = reasoning.fields if is_bound and model.engine.profile.reasoning is not None else ()
     for name, is_asked, is_possible in (
         ("logprobs", request.output.logprobs is not None, can.logprobs),
         ("best_of", request.num_drawn is not None, can.logprobs),
         ("min_tokens", stops.min_tokens > 0, can.ends),
         ("ignore_eos", stops.ignore_end, can.ends),
         ("stop_token_ids", bool(stops.token_ids), can.ends),
-        ("reasoning_effort", thinks and request.reasoning.effort is not None, can.thinking),
-        ("thinking_budget", thinks and request.reasoning.max_tokens is not None, can.thinking),
+        *((name, True, can.thinking) for name in bounds),
     ):
         if is_asked and not is_possible:
             raise UnsupportedFeature(f"`{name}` is not something that the engine of `{model.name}` can do", param=name)
@@ -370,10 +371,8 @@ def _ignored(request: CompletionRequest, model: Model) -> Iterator[str]:
         return
     mark, place = request.source.mark or Mark(""), f"messages[{len(request.source.messages)}]"
     if model.engine.profile.reasoning is None:
-        if request.reasoning.effort:
-            yield "reasoning_effort"
-        if request.reasoning.max_tokens:
-            yield "thinking_budget"
+        if 0 not in (request.reasoning.effort, request.reasoning.max_tokens):
+            yield from request.reasoning.fields
         if mark.reasoning:
             yield f"{place}.reasoning_content"
     elif mark.name and mark.reasoning is not None and not mark.prefix:

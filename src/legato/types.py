@@ -193,6 +193,8 @@ class ReasoningOptions:
     """The share of `max_tokens` that thinking may take; 0: it does not think."""
     max_tokens: int | None = None
     """The most tokens of thinking, those of the prefix included."""
+    fields: tuple[str, ...] = ()
+    """Names of the request's fields that say so, or that thinking is wanted."""
 
 
 @dataclass(frozen=True, slots=True)

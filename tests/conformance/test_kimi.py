@@ -177,6 +177,37 @@ def test_c094_tags_in_the_prefix_say_where_the_answer_begins(kimi: Served) -> No
 # The budget
 
 
+OFF = {"thinking": {"type": "disabled"}}
+ON = {"thinking": {"type": "enabled"}}
+
+
+def test_thinking_can_be_turned_off(kimi: Served) -> None:
+    for marks in ((), (partial("", ""),)):
+        expected = ask(kimi, *marks, max_tokens=8, reasoning_effort="none")
+        assert expected["message"]["content"]
+        assert ask(kimi, *marks, max_tokens=8, **OFF) == expected
+        assert ask(kimi, *marks, max_tokens=8, **OFF, thinking_budget=0) == expected
+        assert ask(kimi, *marks, max_tokens=8, **ON) == ask(kimi, *marks, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v2/chat/completions", OFF),
+        ("/openai/v1/chat/completions", OFF),
+        ("/beta/chat/completions", OFF),
+        ("/compatible-mode/v1/chat/completions", OFF),
+        ("/compatible-mode/v1/chat/completions", {"enable_thinking": False}),
+    ],
+)
+def test_thinking_can_be_turned_off_in_other_dialects(kimi: Served, path: str, fields: dict[str, Any]) -> None:
+    body = {"model": MODEL, "messages": [PRIME], "temperature": 0, "seed": 7, "max_tokens": 8}
+    response = kimi.post(path, {**body, **fields}, headers={"Authorization": f"Bearer {KEY}"})
+    assert "legato-ignored" not in response.headers
+    expected = ask(kimi, max_tokens=8, reasoning_effort="none")["message"]["content"]
+    assert response.json()["choices"][0]["message"]["content"] == expected
+
+
 @pytest.mark.parametrize(("effort", "max_tokens"), [("low", 20), ("max", 20), ("max", 5), ("none", 4), ("minimal", 4)])
 def test_an_effort_leaves_room_for_an_answer(kimi: Served, effort: str, max_tokens: int) -> None:
     answer = ask(kimi, partial("", ""), max_tokens=max_tokens, reasoning_effort=effort)
@@ -243,15 +274,17 @@ def test_echo_returns_the_thinking_too(thinker: Served) -> None:
 def test_a_model_that_does_not_think_says_what_it_ignores() -> None:
     with serve_script((b"Hi",)) as served:
         body = {"model": "m", "messages": [PRIME, partial("", "91 =")]}
-        for fields in ({"reasoning_effort": "high"}, {"thinking_budget": 5}):
+        for fields in ({"reasoning_effort": "high"}, {"thinking_budget": 5}, ON):
             response = served.post(CHAT, {**body, **fields})
             assert response.headers["legato-ignored"] == f"{next(iter(fields))}, messages[1].reasoning_content"
         assert response.json()["choices"][0]["message"]["reasoning_content"] is None
         assert served.get("/v1/models/m").json()["capabilities"]["reasoning"] is False
-        assert (
-            "legato-ignored"
-            not in served.post(CHAT, {"model": "m", "messages": [PRIME], "reasoning_effort": "none"}).headers
-        )
+        kept = {"thinking": {"type": "disabled", "keep": "all"}}
+        for off in ({"reasoning_effort": "none"}, OFF, {**OFF, "thinking_budget": 0}):
+            response = served.post(CHAT, {"model": "m", "messages": [PRIME], **off})
+            assert "legato-ignored" not in response.headers
+        response = served.post(CHAT, {"model": "m", "messages": [PRIME], **kept})
+        assert response.headers["legato-ignored"] == "thinking.keep"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,6 +302,9 @@ def test_a_model_that_does_not_think_says_what_it_ignores() -> None:
         ({"reasoning_effort": 3}, "reasoning_effort", "got 3"),
         ({"thinking_budget": -1}, "thinking_budget", "greater than or equal to 0, got -1"),
         ({"thinking_budget": "9"}, "thinking_budget", "got '9'"),
+        ({"thinking": {"type": "auto"}}, "thinking", "`thinking.type` must be 'enabled' or 'disabled', got 'auto'"),
+        ({**OFF, "reasoning_effort": "low"}, "thinking", "`reasoning_effort` turns thinking on, but `thinking` turns"),
+        ({**ON, "thinking_budget": 0}, "thinking_budget", "`thinking` turns thinking on, but `thinking_budget` turns"),
         ({"thinking_budget": 9, "reasoning_effort": "low"}, "thinking_budget", "cannot be used together"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not built yet"),
         ({"messages": [partial("a"), PRIME]}, "messages", "only the last message"),
@@ -288,7 +324,7 @@ def test_bad_input_is_refused_with_the_field(kimi: Served, fields: dict[str, Any
 
 
 def test_an_engine_that_cannot_end_the_thinking_refuses_a_budget(thinker: Served) -> None:
-    for fields in ({"reasoning_effort": "low"}, {"thinking_budget": 5}):
+    for fields in ({"reasoning_effort": "low"}, {"thinking_budget": 5}, OFF):
         response = thinker.post(CHAT, {"model": "m", "messages": [PRIME], **fields})
         assert check_error(response, 400, next(iter(fields)))["code"] == "unsupported"
 

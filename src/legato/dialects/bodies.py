@@ -268,6 +268,10 @@ class MessageBody(Body):
 _Message = TypeVar("_Message", bound=MessageBody)
 
 
+class Thinking(Body):
+    type: Literal["enabled", "disabled"]
+
+
 class ChatBody(CommonBody, Generic[_Message]):
     """A chat, without marks beside the messages."""
 
@@ -280,6 +284,7 @@ class ChatBody(CommonBody, Generic[_Message]):
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking: Thinking | None = None
 
     @field_validator("messages")
     @classmethod
@@ -299,6 +304,8 @@ class ChatBody(CommonBody, Generic[_Message]):
         named = [name for index, message in enumerate(self.messages) for name in _ignored(index, message)]
         if self.tool_choice is not None and not self.tools:
             named.append("tool_choice")
+        if self.thinking is not None:
+            named += [f"thinking.{name}" for name in unknown_fields(self.thinking)]
         last = len(self.messages) - 1
         mark = _mark(last, self.messages[last]) if is_marked else None
         closed = self.messages[:last] if is_marked else self.messages
@@ -313,16 +320,27 @@ class ChatBody(CommonBody, Generic[_Message]):
         )
         return replace(request, reasoning=self._reasoning())
 
+    @property
+    def switches(self) -> dict[str, bool]:
+        """The fields that turn thinking on or off."""
+        return {} if self.thinking is None else {"thinking": self.thinking.type == "enabled"}
+
     def _reasoning(self) -> ReasoningOptions:
-        if self.reasoning_effort is None:
-            return ReasoningOptions(max_tokens=self.thinking_budget)
-        if self.thinking_budget is not None:
+        effort = None if self.reasoning_effort is None else EFFORTS[self.reasoning_effort]
+        bounds = {"reasoning_effort": effort, "thinking_budget": self.thinking_budget}
+        told = {name: bound > 0 for name, bound in bounds.items() if bound is not None} | self.switches
+        if self.reasoning_effort is not None and self.thinking_budget is not None:
             raise InvalidField(
                 "`thinking_budget` and `reasoning_effort` cannot be used together, "
                 f"got {self.thinking_budget} and {self.reasoning_effort!r}",
                 param="thinking_budget",
             )
-        return ReasoningOptions(effort=EFFORTS[self.reasoning_effort])
+        on, off = ([name for name in told if told[name] is way] for way in (True, False))
+        if on and off:
+            raise InvalidField(f"`{on[0]}` turns thinking on, but `{off[0]}` turns it off", param=off[0])
+        if off and self.thinking_budget is None:
+            effort = 0.0
+        return ReasoningOptions(effort, self.thinking_budget, fields=tuple(told))
 
 
 class FlaggedChatBody(ChatBody[_Message], Generic[_Message]):

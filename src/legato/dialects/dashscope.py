@@ -106,6 +106,11 @@ class _ChatBody(ChatBody[_Message]):
     top_logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     enable_thinking: bool | None = None
 
+    @property
+    def switches(self) -> dict[str, bool]:
+        """The fields that turn thinking on or off."""
+        return super().switches | ({} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking})
+
 
 class ChatDialect(ChatRoute):
     """`/compatible-mode/v1/chat/completions`."""
@@ -117,5 +122,4 @@ class ChatDialect(ChatRoute):
         read = read_body(_ChatBody, body)
         if read.enable_thinking and any(message.partial for message in read.messages):
             raise UnsupportedFeature("Partial mode is not supported when enable_thinking is true", param="messages")
-        ignored = ("enable_thinking",) if read.enable_thinking else ()
-        return read.chat_request(is_marked=has_mark(read.messages, "partial"), ignored=ignored)
+        return read.chat_request(is_marked=has_mark(read.messages, "partial"))

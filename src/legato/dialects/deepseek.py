@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from legato.dialects.base import Body, read_body
+from legato.dialects.base import read_body
 from legato.dialects.bodies import ChatBody, CommonBody, GapBody, MessageBody, has_mark
 from legato.dialects.shapes import ChatRoute, CompletionsRoute, Shape, error_type, openai_usage
 from legato.errors import InvalidField, LegatoError
@@ -76,12 +76,8 @@ class _Message(MessageBody):
     prefix: bool | None = None
 
 
-class _Thinking(Body):
-    type: Literal["enabled", "disabled"]
-
-
 class _ChatBody(_Limits, ChatBody[_Message]):
-    thinking: _Thinking | None = None
+    """A chat within those limits."""
 
 
 class ChatDialect(ChatRoute):
@@ -93,11 +89,10 @@ class ChatDialect(ChatRoute):
         """Read a request; see `Dialect.parse`."""
         read = read_body(_ChatBody, body)
         is_marked = has_mark(read.messages, "prefix")
-        thinks = read.thinking is not None and read.thinking.type == "enabled"
-        if thinks and not is_marked and read.messages[-1].role == "assistant":
+        if read.switches.get("thinking") and not is_marked and read.messages[-1].role == "assistant":
             raise InvalidField(
                 f"The last message of {read.model} must be a user message, or an assistant message with prefix mode on "
                 "(refer to https://api-docs.deepseek.com/guides/chat_prefix_completion).",
                 param="messages",
             )
-        return read.chat_request(is_marked=is_marked, ignored=("thinking",) if thinks else ())
+        return read.chat_request(is_marked=is_marked)
