@@ -15,11 +15,13 @@ import pytest
 from legato.config import ServerSettings
 from legato.engines.scripted import Fault, Pause
 from legato.server import streaming
-from tests.conformance.reading import eventually, is_idle
-from tests.conftest import NO_TLS, Served, serve_script
+from legato.types import Tags
+from tests.conformance.reading import CHAT, eventually, is_idle, user
+from tests.conftest import NO_TLS, SMALL, Served, serve_script, serve_weights
 
 GENERATE = "/api/generate"
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 7}
+TAGS = Tags("<think>", "</think>")
 COUNT = "Count: 1 2 3"
 
 
@@ -28,6 +30,13 @@ def client(small: Served) -> Iterator[ollama.Client]:
     """Ollama's client of the small model's server."""
     with ollama.Client(host=small.url) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Served]:
+    """The small model, as if it thought between tags."""
+    with serve_weights(SMALL, reasoning_open="<think>", reasoning_close="</think>") as served:
+        yield served
 
 
 def read_lines(response: httpx2.Response) -> list[dict[str, Any]]:
@@ -185,15 +194,43 @@ def test_a_cut_inside_a_word_does_not_show(small: Served) -> None:
             assert rest.startswith(text[cut : len(text) - 8])
 
 
-def test_what_has_no_effect_is_named(small: Served) -> None:
+def test_what_has_no_effect_is_named(small: Served, default: Served) -> None:
     options = {"num_predict": 1, "num_ctx": 4096, "repeat_last_n": 64, "mirostat": None, "stop": None}
     fields = {"keep_alive": "5m", "think": True, "truncate": True, "shift": True, "width": 5, "context": None}
     response = small.post(GENERATE, {"model": small.name, "prompt": "x", **fields, "options": options})
-    named = "keep_alive, width, think, truncate, shift, options.num_ctx, options.repeat_last_n"
+    named = "keep_alive, width, truncate, shift, options.num_ctx, options.repeat_last_n, think"
     assert response.headers["legato-ignored"] == named
     neutral = {"think": False, "truncate": False, "shift": False, "context": [], "images": [], "format": ""}
     response = small.post(GENERATE, {"model": small.name, "prompt": "x", **neutral, "options": {"num_predict": 1}})
     assert "legato-ignored" not in response.headers
+    one = {"prompt": "x", "think": "low", "options": {"num_predict": 1}}
+    for source in ({"raw": True}, {"suffix": "y"}):
+        response = default.post(GENERATE, {"model": default.name, **one, **source})
+        assert response.headers["legato-ignored"] == "think"
+
+
+def test_thinking_is_apart_from_the_answer() -> None:
+    with serve_script([b"<think>7 * 13", b" is 91.</th", b"ink>No."], reasoning=TAGS) as served:
+        with ollama.Client(host=served.url) as thinker:
+            whole = thinker.generate("m", "Is 91 prime?", think=True)
+            parts = list(thinker.generate("m", "Is 91 prime?", stream=True))
+        assert (whole.thinking, whole.response) == ("7 * 13 is 91.", "No.")
+        assert "".join(part.thinking or "" for part in parts) == whole.thinking
+        assert "".join(part.response for part in parts) == whole.response
+        assert all(
+            "thinking" not in line for line in read_lines(served.post(GENERATE, {"model": "m", "prompt": "x"}))[-2:]
+        )
+
+
+@pytest.mark.parametrize(("think", "effort"), [(False, "none"), ("low", "low"), ("max", "max")])
+def test_thinking_has_its_levels(thinker: Served, think: bool | str, effort: str) -> None:
+    options = {"num_predict": 20, **GREEDY}
+    body = {"model": thinker.name, "prompt": "Is 91 prime?", "stream": False, "options": options}
+    answer = thinker.post(GENERATE, {**body, "think": think}).json()
+    plain = {"model": thinker.name, "messages": [user("Is 91 prime?")], "max_tokens": 20, **GREEDY}
+    message = thinker.post(CHAT, {**plain, "reasoning_effort": effort}).json()["choices"][0]["message"]
+    assert answer["response"] == message["content"] != ""
+    assert answer.get("thinking", "") == (message["reasoning_content"] or "")
 
 
 def test_what_editors_send_is_answered(default: Served) -> None:

@@ -33,6 +33,7 @@ from legato.types import (
 )
 
 __all__ = [
+    "EFFORTS",
     "MAX_CHOICES",
     "MAX_STOPS",
     "MAX_STOP_BYTES",

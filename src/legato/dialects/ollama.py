@@ -14,7 +14,7 @@ from pydantic import Field
 
 from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
-from legato.dialects.bodies import MAX_STOP_BYTES, MAX_STOPS, Penalty, Seed, Temperature, read_stops
+from legato.dialects.bodies import EFFORTS, MAX_STOP_BYTES, MAX_STOPS, Penalty, Seed, Temperature, read_stops
 from legato.errors import InvalidField, LegatoError, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,
@@ -28,6 +28,7 @@ from legato.types import (
     Infill,
     Message,
     Output,
+    ReasoningOptions,
     SamplingOptions,
     Source,
     Stops,
@@ -71,7 +72,7 @@ class _GenerateBody(Body):
     context: list[int] = Field([])
     images: list[str] = Field([])
     format: Literal["", "json"] | dict[str, Any] = ""
-    think: bool | Literal["low", "medium", "high", "max"] = False
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     truncate: bool = False
     shift: bool = False
 
@@ -99,10 +100,20 @@ class _GenerateBody(Body):
             raise InvalidField("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
 
     @property
+    def reasoning(self) -> ReasoningOptions:
+        """How long the model may think."""
+        if self.think is None:
+            return ReasoningOptions()
+        effort = EFFORTS[self.think] if isinstance(self.think, str) else None if self.think else 0.0
+        return ReasoningOptions(effort, fields=("think",))
+
+    @property
     def ignored(self) -> Iterator[str]:
         """Name what has no effect."""
         yield from unknown_fields(self)
-        for name in ("think", "truncate", "shift"):
+        if self.think and not isinstance(self.source, Chat):
+            yield "think"
+        for name in ("truncate", "shift"):
             if getattr(self, name):
                 yield name
         if self.suffix and self.raw:
@@ -141,6 +152,7 @@ class GenerateDialect:
             ),
             max_tokens=REST_OF_CONTEXT if options.num_predict < 0 else options.num_predict,
             stops=Stops(strings=read_stops(options.stop)[0]),
+            reasoning=read.reasoning,
             output=Output(stream=read.stream, logprobs=(read.top_logprobs or 0) if read.logprobs else None),
             ignored=tuple(read.ignored),
         )
@@ -167,8 +179,10 @@ class _Encoder:
     def event(self, event: Accepted | Delta | Finished) -> Iterator[bytes]:
         """A line for each piece of text, and one for the end."""
         match event:
-            case Delta(_, text, tokens):
+            case Delta(_, text, tokens, _, "content"):
                 yield encode_line({**self._piece(text, tokens), "done": False})
+            case Delta(_, text):
+                yield encode_line({**self._piece("", ()), **_thought(text), "done": False})
             case Finished(_, reason, _, usage, times):
                 yield encode_line({**self._piece("", ()), **_done(reason, usage, times)})
 
@@ -186,7 +200,7 @@ class _Encoder:
         if not answers:
             return encode_json(self._loaded())
         (answer,) = answers
-        piece = self._piece(answer.text, answer.tokens)
+        piece = {**self._piece(answer.text, answer.tokens), **_thought(answer.reasoning)}
         return encode_json({**piece, **_done(answer.reason, answer.usage, answer.times)})
 
     def _piece(self, text: str, tokens: tuple[TextToken, ...]) -> dict[str, Any]:
@@ -197,6 +211,10 @@ class _Encoder:
 
     def _loaded(self) -> dict[str, Any]:
         return {**self._piece("", ()), "done": True, "done_reason": "load"}
+
+
+def _thought(text: str | None) -> dict[str, str]:
+    return {"thinking": text} if text else {}
 
 
 def _now() -> str:
