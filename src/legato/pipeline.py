@@ -44,6 +44,7 @@ from legato.types import (
     Thinking,
     Times,
     Token,
+    Tokenizer,
     Usage,
 )
 
@@ -294,7 +295,8 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     """
     engine = model.engine
     _check_capabilities(request, model)
-    _check_ids("logit_bias", request.sampling.logit_bias, model)
+    bias = _bias_by_id(request.sampling.logit_bias, engine.tokenizer)
+    _check_ids("logit_bias", bias, model)
     _check_ids("stop_token_ids", request.stops.token_ids, model)
     is_plain = isinstance(request.source, Text) and request.source.instructions is None
     if _scores_prompt(request) and not is_plain:
@@ -306,7 +308,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     prompts = render(request, engine.profile, engine.tokenizer, engine.seam)
     reference = tuple(engine.tokenizer.encode(request.prediction.encode(), special=False))
     seed = request.sampling.seed if request.sampling.seed is not None else _seed(request, prompts)
-    sampling = _settle(request.sampling, seed)
+    sampling = _settle(request.sampling, seed, bias)
     request = replace(request, model=request.model or model.name, sampling=replace(request.sampling, seed=seed))
     num_drawn = request.num_drawn or request.num_choices
     jobs = []
@@ -461,7 +463,15 @@ def _scores_prompt(request: CompletionRequest) -> bool:
     return output.echo and output.logprobs is not None and not isinstance(request.source, Chat)
 
 
-def _settle(asked: SamplingOptions, seed: int) -> Sampling:
+def _bias_by_id(bias: Mapping[int | str, float], tokenizer: Tokenizer) -> dict[int, float]:
+    values: dict[int, float] = {}
+    for key, value in bias.items():
+        ids = [key] if isinstance(key, int) else tokenizer.encode(key.encode(), special=False)
+        values |= dict.fromkeys(ids, value)
+    return values
+
+
+def _settle(asked: SamplingOptions, seed: int, bias: Mapping[int, float]) -> Sampling:
     temperature = 1.0 if asked.temperature is None else asked.temperature
     return Sampling(
         seed=seed,
@@ -472,7 +482,7 @@ def _settle(asked: SamplingOptions, seed: int) -> Sampling:
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        logit_bias=asked.logit_bias,
+        logit_bias=bias,
     )
 
 

@@ -181,7 +181,8 @@ class SamplingOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int | str, float] = field(default_factory=dict)
+    """By token id, or by a text: it stands for each of its tokens."""
     seed: int | None = None
 
 

@@ -199,6 +199,24 @@ def test_logit_bias(small: Served, form: str) -> None:
     assert complete(small, "Count: 1 2 3", n_predict=1, logit_bias=[[banned, False]])["content"] != first["content"]
 
 
+@pytest.mark.parametrize("bias", [[[" seven", 1000]], {" seven": 1000}])
+def test_logit_bias_by_text(small: Served, bias: Any) -> None:
+    assert complete(small, "Count: 1 2 3", n_predict=1, logit_bias=bias)["content"] == " seven"
+
+
+def test_a_text_with_a_bias_stands_for_each_of_its_tokens(small: Served) -> None:
+    first = complete(small, "Count: 1 2 3", return_tokens=True)
+    banned = first["content"]
+    ids = ask(small, "/tokenize", {"content": banned})["tokens"]
+    assert len(ids) > 1
+    answer = complete(small, "Count: 1 2 3", logit_bias=[[banned, False]], return_tokens=True)
+    assert not {*ids} & {*answer["tokens"]}
+    assert answer == complete(small, "Count: 1 2 3", logit_bias=[[id, False] for id in ids], return_tokens=True) | {
+        "timings": answer["timings"],
+        "tokens_cached": answer["tokens_cached"],
+    }
+
+
 def test_probabilities(small: Served) -> None:
     answer = complete(small, "Count: 1 2 3", n_probs=3, n_predict=2, return_tokens=True)
     scored = answer["completion_probabilities"]
@@ -296,8 +314,9 @@ def test_what_has_no_effect_is_named(small: Served) -> None:
         ({"logit_bias": [[5, True]]}, "logit_bias"),
         ({"logit_bias": [[True, 5]]}, "logit_bias"),
         ({"logit_bias": [[5]]}, "logit_bias"),
-        ({"logit_bias": [["a", 5]]}, "logit_bias"),
-        ({"logit_bias": {"a": 5}}, "logit_bias"),
+        ({"logit_bias": [["", 5]]}, "logit_bias"),
+        ({"logit_bias": {"a": True}}, "logit_bias"),
+        ({"logit_bias": {"a": "5"}}, "logit_bias"),
         ({"logit_bias": [[5, 1e5]]}, "logit_bias"),
         ({"logit_bias": [[10**8, 5]]}, "logit_bias"),
         ({"t_max_prompt_ms": -1}, "t_max_prompt_ms"),

@@ -203,8 +203,8 @@ def read_stops(
     return tuple(s for s in stops if isinstance(s, str)), tuple(s for s in stops if isinstance(s, int))
 
 
-def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
-    values = {}
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int | str, float]:
+    values: dict[int | str, float] = {}
     for key, value in (bias or {}).items():
         if not re.fullmatch("[0-9]{1,9}", key):
             raise InvalidField(f"`logit_bias` must have token ids as its keys, got {key!r}", param="logit_bias")

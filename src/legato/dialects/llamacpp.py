@@ -67,7 +67,7 @@ __all__ = [
 MAX_BIAS = 10_000
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 _PROMPT = "a text, a list of token ids and texts, or a list of such prompts, and not empty"
-_BIAS = f"a list of pairs or an object: token ids, each with a number, -{MAX_BIAS} to {MAX_BIAS}, or false"
+_BIAS = f"a list of pairs or an object: token ids or texts, each with a number, -{MAX_BIAS} to {MAX_BIAS}, or false"
 
 NumTokens = Annotated[int, Field(ge=-1)]
 NumProbs = Annotated[int, Field(ge=0, le=20)]
@@ -151,20 +151,24 @@ class _GenerationBody(Body):
         )
 
 
-def _logit_bias(bias: Sequence[Any] | Mapping[str, Any]) -> dict[int, float]:
+def _logit_bias(bias: Sequence[Any] | Mapping[str, Any]) -> dict[int | str, float]:
     pairs: Sequence[Any] = bias if isinstance(bias, Sequence) else [[_id(key), value] for key, value in bias.items()]
-    values = {}
+    values: dict[int | str, float] = {}
     for pair in pairs:
         match pair:
-            case [int(id), False] if not isinstance(id, bool):
-                values[id] = -math.inf
-            case [int(id), int(value) | float(value)] if (
-                not isinstance(id, bool) and value is not True and abs(value) <= MAX_BIAS
-            ):
-                values[id] = float(value)
+            case [bool() | "", _]:
+                raise _wrong_bias(pair)
+            case [int(key) | str(key), False]:
+                values[key] = -math.inf
+            case [int(key) | str(key), int(value) | float(value)] if value is not True and abs(value) <= MAX_BIAS:
+                values[key] = float(value)
             case _:
-                raise InvalidField(f"`logit_bias` must be {_BIAS}, got {pair!r:.80}", param="logit_bias")
+                raise _wrong_bias(pair)
     return values
+
+
+def _wrong_bias(pair: Any) -> InvalidField:
+    return InvalidField(f"`logit_bias` must be {_BIAS}, got {pair!r:.80}", param="logit_bias")
 
 
 def _id(key: str) -> int | str:
