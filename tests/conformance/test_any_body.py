@@ -90,6 +90,8 @@ PLAUSIBLE = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(-1, 300), max_size=34),
         "return_token_ids": st.booleans(),
         "detect_loops": st.booleans(),
+        "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled", "auto"])}),
+        "reasoning_effort": st.sampled_from(["none", "low", "max"]),
     },
 )
 BODIES = st.one_of(
@@ -130,6 +132,7 @@ def test_any_json_is_answered_or_refused(client: httpx2.Client, server: Served, 
     assert server.engine.counters()["running"] == 0
 
 
+BIASED = st.integers(0, 256) | st.text(max_size=3)
 NATIVE = st.fixed_dictionaries(
     {},
     optional={
@@ -141,7 +144,9 @@ NATIVE = st.fixed_dictionaries(
         "input_extra": VALUES | st.lists(st.fixed_dictionaries({"text": st.text(max_size=3)}), max_size=2),
         "n_predict": st.integers(-2, 20),
         "n": st.integers(0, 17),
-        "logit_bias": VALUES | st.lists(st.tuples(st.integers(0, 256), st.booleans() | st.floats(-5, 5)), max_size=3),
+        "logit_bias": VALUES | st.lists(st.tuples(BIASED, st.booleans() | st.floats(-5, 5)), max_size=3),
+        "t_max_prompt_ms": st.floats(0, 5),
+        "think": st.booleans() | st.sampled_from(["low", "max", "all"]),
         "options": VALUES | st.dictionaries(st.sampled_from(["num_predict", "stop", "top_k"]), VALUES, max_size=2),
         "stream": st.booleans(),
         "raw": st.booleans(),
