@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,11 @@ def test_the_documented_bodies(default: Served, prompt: str) -> None:
     assert "fim_" not in choice["text"]
 
 
+@pytest.mark.parametrize("language", ["py", "mjs", "sh"])
 @pytest.mark.parametrize("name", ["dashscope_prefix", "dashscope_infill"])
-def test_the_documented_programs(default: Served, name: str, tmp_path: Path) -> None:
-    assert run_example(default, name, tmp_path).strip()
+def test_the_documented_programs(default: Served, name: str, language: str, node_packages: Path) -> None:
+    printed = run_example(default, f"{name}.{language}", node_packages)
+    assert (text_of(json.loads(printed)) if language == "sh" else printed).strip()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def client(small: Served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_documented_prefix(small: Served, client: openai.OpenAI) -> None:
+def test_r12_the_documented_prefix(small: Served, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "deepseek-v3.2", "messages": FENCE, "stop": ["```"], "temperature": 0}
     whole = client.chat.completions.create(**asked, max_tokens=24)
     chunks = list(client.chat.completions.create(**asked, max_tokens=24, stream=True))
@@ -54,7 +54,7 @@ def test_the_documented_infill(default: Served) -> None:
     assert text_of(answer) == text_of(default.post("/v1/completions", asked).json())
 
 
-def test_without_a_suffix_the_text_goes_on(small: Served, client: openai.OpenAI) -> None:
+def test_r12_without_a_suffix_the_text_goes_on(small: Served, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": small.name, "prompt": "One, two,", "max_tokens": 6, "temperature": 0}
     plain = client.completions.create(**asked)
     assert client.completions.create(**asked, suffix=None).choices[0].text == plain.choices[0].text

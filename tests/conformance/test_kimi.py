@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,10 +15,10 @@ from legato.engines.scripted import Fault, Pause
 from legato.models import Models, load_models
 from legato.types import Tags
 from tests.conformance.reading import CHAT, check_error, fold, folded, stream, together, user
+from tests.conformance.vendors import KEY, run_example
 from tests.conftest import SMALL, Served, serve, serve_script
 
 MODEL = "kimi-k3.1-pro"
-KEY = "sk-0123456789"
 TAGS = Tags("<think>", "</think>")
 PRIME = user("Is 91 prime? Think first.")
 THOUGHT = (b"<think>", b"7 * 13", b" is 91.</th", b"ink>No", b", it is", b" not.")
@@ -69,22 +70,13 @@ def ask(kimi: Served, *messages: dict[str, Any], **fields: Any) -> dict[str, Any
 # The documentation's examples
 
 
-def test_a_fixed_opening_is_continued_and_not_returned(client: openai.OpenAI) -> None:
-    completion = client.chat.completions.create(
-        model="kimi-k3.1-pro",
-        messages=[
-            {"role": "system", "content": "You are Kimi, an AI assistant provided by Moonshot AI."},
-            {"role": "user", "content": "Hello?"},
-            {  # type: ignore[list-item]
-                "partial": True,
-                "role": "assistant",
-                "content": "Dear customer, hello,",
-            },
-        ],
-    )
-    assert completion.choices[0].message.content
-    assert not completion.choices[0].message.content.startswith("Dear")
-    assert completion.model == MODEL
+def test_the_documented_program(kimi: Served, tmp_path: Path) -> None:
+    """It prints the opening and what it was given: a server that returned the opening would show it twice."""
+    printed = run_example(kimi, "kimi_opening.py", tmp_path)
+    opening, _, rest = printed.partition("Dear customer, hello,")
+    assert opening == ""
+    assert rest.strip()
+    assert not rest.startswith("Dear")
 
 
 def test_what_was_cut_is_continued_with_its_thinking(client: openai.OpenAI) -> None:

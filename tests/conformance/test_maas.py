@@ -50,7 +50,7 @@ STORY = [
 @pytest.fixture(scope="module")
 def vendor() -> Iterator[Served]:
     """A small model with a small context, so that an answer without a limit ends soon."""
-    with serve_weights(SMALL, context_length=640) as served:
+    with serve_weights(SMALL, context_length=384) as served:
         yield served
 
 
@@ -72,7 +72,9 @@ def test_the_documented_bodies(vendor: Served, path: str, example: dict[str, Any
     assert not text_of(answer).startswith(example["messages"][-1]["content"])
 
 
-@pytest.mark.parametrize("name", ["maas_quick_sort", "maas_role_play", "maas_role_play_flags"])
+@pytest.mark.parametrize(
+    "name", ["maas_quick_sort.py", "maas_quick_sort.java", "maas_role_play.py", "maas_role_play_flags.py"]
+)
 def test_the_documented_programs(vendor: Served, name: str, tmp_path: Path) -> None:
     """As they are, but for a comma that both role plays lack."""
     status, _, text = run_example(vendor, name, tmp_path).partition("\n")
@@ -81,21 +83,25 @@ def test_the_documented_programs(vendor: Served, name: str, tmp_path: Path) -> N
     assert (tmp_path / "response.txt").read_text("utf-8").startswith("Status Code: 200\n")
 
 
+def test_the_documented_command(vendor: Served, tmp_path: Path) -> None:
+    assert text_of(json.loads(run_example(vendor, "maas_quick_sort.sh", tmp_path)))
+
+
 def test_the_documented_loop_as_it_is(served: Served, tmp_path: Path) -> None:
-    printed = run_example(served, "maas_long_output", tmp_path, {"deepseek-v3.2": "m"})
+    printed = run_example(served, "maas_long_output.py", tmp_path, {"deepseek-v3.2": "m"})
     assert printed == " Final Complete Content:\n more\n"
 
 
 def test_the_documented_loop_stops_after_30_rounds(served: Served, tmp_path: Path) -> None:
     changes = {"deepseek-v3.2": "m", '"stream": False': '"stream": False, "max_tokens": 2'}
-    printed = run_example(served, "maas_long_output", tmp_path, changes)
+    printed = run_example(served, "maas_long_output.py", tmp_path, changes)
     assert printed == f" Reached max loop limit 30, stopped.\n Final Complete Content:\n{' m' * 30}\n"
 
 
 def test_the_rounds_of_the_documented_loop_are_one_text(vendor: Served, tmp_path: Path) -> None:
     """Sampled as documented; only a seed and a limit for each round are added."""
     changes = {'"stream": False': '"stream": False, "seed": 7, "max_tokens": 8'}
-    run_example(vendor, "maas_long_output", tmp_path, changes)
+    run_example(vendor, "maas_long_output.py", tmp_path, changes)
     whole = vendor.post(
         MAAS, {"model": "deepseek-v3.2", "messages": STORY, "temperature": 0.6, "seed": 7, "max_tokens": 240}
     ).json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ def test_the_documented_programs(small: Served, name: str, tmp_path: Path) -> No
     """The vendor passes `instructions` as a keyword, which the official client does not know: it goes into
     `extra_body`.
     """
-    printed = run_example(small, f"moark_{name}", tmp_path)
+    printed = run_example(small, f"moark_{name}.py", tmp_path)
     assert bool(printed.strip()) == (name in ("complete", "stream"))
+
+
+def test_the_documented_command(small: Served, tmp_path: Path) -> None:
+    answer = json.loads(run_example(small, "moark_complete.sh", tmp_path))
+    assert text_of(answer)
+    assert answer["usage"]["completion_tokens"] <= 100
 
 
 def test_a_keyword_of_the_vendors_sample_is_not_the_clients(small: Served) -> None:

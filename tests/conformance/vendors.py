@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.programs import run
 from tests.conformance.reading import read_events, user
 from tests.conftest import Served
 
@@ -22,7 +20,14 @@ CHATS = (MAAS, MAAS_FLAGS, DASHSCOPE_CHAT, DEEPSEEK_CHAT)
 PATHS = (*CHATS, DASHSCOPE, DEEPSEEK, MISTRAL)
 
 _EXAMPLES = Path(__file__).parent / "examples"
-_HOSTS = ("https://api-ap-southeast-1.modelarts-maas.com", "https://dashscope.aliyuncs.com", "https://moark.ai")
+_HOSTS = (
+    "https://api-ap-southeast-1.modelarts-maas.com",
+    "https://api.moonshot.ai",
+    "https://dashscope.aliyuncs.com",
+    "https://moark.ai",
+)
+KEY = "sk-0123456789"
+"""What the examples find where they look for a key."""
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
@@ -33,15 +38,12 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 def run_example(served: Served, name: str, folder: Path, changes: Mapping[str, str] | None = None) -> str:
     """Run a vendor's example as it is, but for the address and `changes`; return what it printed."""
-    text = (_EXAMPLES / f"{name}.py").read_text("utf-8")
+    source = _EXAMPLES / name
+    text = source.read_text("utf-8")
     for old, new in {**dict.fromkeys(_HOSTS, served.url), **(changes or {})}.items():
-        assert old in text or old in _HOSTS, f"{name}.py has no {old}"
+        assert old in text or old in _HOSTS, f"{name} has no {old}"
         text = text.replace(old, new)
-    environment = {**os.environ, "DASHSCOPE_API_KEY": "any"}
-    command = [sys.executable, "-c", text]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(source.suffix, text, folder, DASHSCOPE_API_KEY=KEY, MAAS_API_KEY=KEY, MOONSHOT_API_KEY=KEY)
 
 
 def stream(served: Served, path: str, **fields: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_every_report_header_and_key_is_named() -> None:
         Report(seed=1, healed_bytes=(0,), clipped=("max_tokens",), truncated={"files": 1}, ignored=("x",))
     )
     assert sorted(name for name in headers if f"`{name.title()}`" not in text) == []
+
+
+def test_every_client_and_every_example_is_named() -> None:
+    text, tests = read("clients.md"), ROOT / "tests" / "conformance"
+    packages = json.loads((tests / "clients" / "package.json").read_text("utf-8"))["dependencies"]
+    names = {*packages, *(path.name for path in (tests / "examples").iterdir())} - {"ai"}
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+    assert [name for name in re.findall(r"`(test_\w+\.py)`", text) if not (tests / name).is_file()] == []
 
 
 def test_every_route_is_named() -> None:
