@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import re
@@ -138,6 +139,13 @@ def test_c065_a_chunked_body_is_the_same_as_one_of_fixed_length(open_server: Ser
         pieces = (data[at : at + size] for at in range(0, len(data), size))
         answer = httpx2.post(open_server.url + COMPLETIONS, content=pieces, headers=headers, verify=NO_TLS)
         assert text_of(answer.json()) == "ok"
+
+
+@pytest.mark.parametrize("data", [gzip.compress(b"{}"), b"{}"])
+def test_a_compressed_body_is_refused_in_words(open_server: Served, data: bytes) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = httpx2.post(open_server.url + COMPLETIONS, content=data, headers=headers, verify=NO_TLS)
+    assert "`gzip`" in check_error(answer, 415)["message"]
 
 
 def test_c065_a_body_that_stalls_is_given_up() -> None:

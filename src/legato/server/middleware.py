@@ -101,7 +101,7 @@ class Gate:
         """Read a JSON body.
 
         Raises:
-            UnsupportedMediaType: it is declared as something else.
+            UnsupportedMediaType: it is declared as something else, or as compressed.
             BodyTooLarge: it is over the limit.
             BodyTimeout: it did not arrive in time.
             ClientGone: the client left.
@@ -110,6 +110,11 @@ class Gate:
         if kind != b"application/json" and not kind.endswith(b"+json"):
             raise UnsupportedMediaType(
                 f"the body must be JSON (`application/json`), got content type `{kind.decode('latin-1')}`"
+            )
+        coding = (header(scope, b"content-encoding") or b"identity").strip().lower()
+        if coding != b"identity":
+            raise UnsupportedMediaType(
+                f"the body must be sent as it is, without `Content-Encoding`, got `{coding.decode('latin-1')}`"
             )
         limit = self._limits.max_body_bytes
         too_large = BodyTooLarge(f"the body may have at most {limit} bytes")
