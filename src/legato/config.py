@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -43,15 +44,44 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = _number(8080, least=0, most=65535)
     api_keys: tuple[str, ...] = ()
-    """Keys that callers may present; none: no key is asked for. In memory only their hashes are kept."""
+    """Keys that callers may present, or `sha256:` and the hash of one in hex; none: no key is asked for. In memory only
+    hashes are kept.
+    """
     allowed_hosts: tuple[str, ...] = ()
     """Names that a Host header may have; none: this machine's own when listening on loopback, any otherwise."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers, such as `https://example.org`; `*`: any; none: this server's own alone."""
     insecure: bool = False
     """Listen on other addresses than loopback without keys."""
 
+    def __post_init__(self) -> None:
+        """Forget the keys themselves.
+
+        Raises:
+            ConfigError: one is empty, or is no hash though it begins like one.
+        """
+        object.__setattr__(self, "api_keys", tuple(_hashed(key) for key in self.api_keys))
+
     def key_digests(self) -> tuple[bytes, ...]:
         """Return the SHA-256 of each key."""
-        return tuple(hashlib.sha256(key.encode()).digest() for key in self.api_keys)
+        return tuple(bytes.fromhex(key.removeprefix(_HASHED)) for key in self.api_keys)
+
+
+_HASHED = "sha256:"
+
+
+def _hashed(key: str) -> str:
+    """Return a key's hash as it may stand in the settings; of a hash, itself."""
+    if not key:
+        raise ConfigError("`server.api_keys` has an empty key")
+    if not key.startswith(_HASHED):
+        return _HASHED + hashlib.sha256(key.encode()).hexdigest()
+    digits = key.removeprefix(_HASHED)
+    if not re.fullmatch("[0-9a-f]{64}", digits):
+        raise ConfigError(
+            f"`server.api_keys` must have 64 of 0-9 and a-f after `{_HASHED}`, got {len(digits)} characters"
+        )
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +327,19 @@ def _narrow(settings: Settings, model: str) -> Settings:
     )
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+"""An origin as browsers write it: in small letters. Also those of extensions and desktop shells."""
+
+
 def _check(settings: Settings) -> None:
     """Refuse what only shows when settings are seen together."""
     server = settings.server
-    if any(not key for key in server.api_keys):
-        raise ConfigError("`server.api_keys` has an empty key")
+    for origin in server.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"`server.cors_origins` must have origins as browsers send them, `https://example.org` or "
+                f"`http://localhost:3000` with nothing after it, or `*`, got {origin!r}"
+            )
     if not is_loopback(server.host) and not server.api_keys and not server.insecure:
         raise ConfigError(
             f"`server.host` is {server.host}, which others can reach, and no `server.api_keys` are set; "

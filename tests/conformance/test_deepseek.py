@@ -93,7 +93,7 @@ def test_usage_of_a_stream_has_the_same_keys(served: Served) -> None:
             )
             for given in (0, 393217)
         ),
-        ({"max_tokens": "1"}, "`max_tokens` must be a valid integer, got '1'"),
+        ({"max_tokens": "1"}, "`max_tokens` must be a whole number, 1 to 393216, got '1'"),
         ({"stop": ["a"] * 17}, "`stop` takes at most 16 texts, got 17"),
         ({"stop": ""}, "`stop[0]` must have 1 to 256 bytes, got 0"),
         ({"temperature": 2.1}, "`temperature` must be less than or equal to 2, got 2.1"),

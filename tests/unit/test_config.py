@@ -99,7 +99,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ("[server]\nprot = 1", "`server.prot` (legato.toml) is no setting; did you mean `port`?"),
         (
             "[server]\nzzz = 1",
-            "`server.zzz` (legato.toml) is no setting; known: allowed_hosts, api_keys, host, insecure, port",
+            "`server.zzz` (legato.toml) is no setting; "
+            "known: allowed_hosts, api_keys, cors_origins, host, insecure, port",
         ),
         ("[models.m]\nnum_cell = 1", "`models.m.num_cell` (legato.toml) is no setting; did you mean `num_cells`?"),
         (
@@ -186,9 +187,7 @@ def test_variables_are_read_as_their_settings_kinds(monkeypatch: pytest.MonkeyPa
     }.items():
         monkeypatch.setenv(name, value)
     settings = load()
-    assert settings.server.api_keys == ("one", "two")
-    assert settings.server.allowed_hosts == ()
-    assert settings.server.insecure is True
+    assert settings.server == ServerSettings(api_keys=("one", "two"), allowed_hosts=(), insecure=True)
     assert settings.limits.body_timeout_s == 2.5
     assert settings.limits.max_running == 7
     assert settings.data_dir == Path.home() / "models"
@@ -217,7 +216,7 @@ def test_others_are_let_in_only_with_keys_or_on_purpose(host: str) -> None:
     text = f"[server]\nhost = '{host}'\n"
     assert refusal(text).startswith(f"`server.host` is {host}, which others can reach, and no `server.api_keys` are")
     assert load(text + "insecure = true").server.insecure
-    assert load(text + "api_keys = ['k']").server.api_keys == ("k",)
+    assert load(text + "api_keys = ['k']").server.api_keys
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
@@ -243,9 +242,46 @@ def test_one_model_alone() -> None:
     assert load(text, only_model="d.gguf").models == {"d": ModelSettings(path="d.gguf")}
 
 
-def test_keys_are_kept_as_hashes() -> None:
-    (digest,) = load("[server]\napi_keys = ['abc']").server.key_digests()
-    assert digest.hex() == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+HASH = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize("key", ["abc", f"sha256:{HASH}"])
+def test_keys_are_kept_as_hashes(key: str) -> None:
+    server = load(f"[server]\napi_keys = ['{key}']").server
+    assert [digest.hex() for digest in server.key_digests()] == [HASH]
+    assert server.api_keys == (f"sha256:{HASH}",)
+
+
+@pytest.mark.parametrize("key", ["sha256:", "sha256:abc", f"sha256:{HASH.upper()}", f"sha256:{HASH}0"])
+def test_what_begins_like_a_hash_must_be_one(key: str) -> None:
+    size = len(key) - len("sha256:")
+    assert refusal(f"[server]\napi_keys = ['{key}']") == (
+        f"`server.api_keys` must have 64 of 0-9 and a-f after `sha256:`, got {size} characters"
+    )
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "*",
+        "https://example.org",
+        "http://localhost:3000",
+        "http://[::1]:80",
+        "vscode-webview://1a-b",
+        "app://obsidian.md",
+    ],
+)
+def test_origins_are_taken_as_browsers_send_them(origin: str) -> None:
+    assert load(f"[server]\ncors_origins = ['{origin}']").server.cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "example.org", "https://example.org/", "https://Example.org", "https://*.example.org", "null"]
+)
+def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+    message = refusal(f"[server]\ncors_origins = ['{origin}']")
+    assert message.startswith("`server.cors_origins` must have origins as browsers send them, `https://example.org` or")
+    assert message.endswith(f", got {origin!r}")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

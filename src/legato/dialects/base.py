@@ -58,6 +58,10 @@ class Dialect(Protocol):
     stream_type: str
     """Media type of a stream."""
 
+    @property
+    def body(self) -> type[Body]:
+        """What a request's body has."""
+
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request.
 
@@ -160,7 +164,7 @@ def _invalid(kind: type[Body], given: Mapping[str, Any], error: ValidationError)
         path = _path(first["loc"])
         return InvalidField(f"`{path}` is required", param=name)
     places, value = _resolve(given, first["loc"])
-    allowed = _description(kind, places) or _OBJECTS.get(first["type"])
+    allowed = _description(kind, places) or _ALLOWED.get(first["type"])
     if allowed is not None:
         reason = f"must be {allowed}"
     else:
@@ -168,8 +172,8 @@ def _invalid(kind: type[Body], given: Mapping[str, Any], error: ValidationError)
     return InvalidField(f"`{_path(places)}` {reason[0].lower()}{reason[1:]}, got {_short(value)}", param=name)
 
 
-_OBJECTS = {"model_type": "an object", "dict_type": "an object"}
-"""What JSON calls the values that pydantic names after Python's types and our classes."""
+_ALLOWED = {"model_type": "an object", "dict_type": "an object", "too_short": "a list that is not empty"}
+"""What is allowed, in the words of JSON, where pydantic has those of Python and our classes."""
 
 
 def _description(kind: type[Body], places: tuple[int | str, ...]) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field
 
 from legato.blocks import LANGUAGES
 from legato.dialects.base import Body, unknown_fields
@@ -48,6 +48,7 @@ __all__ = [
     "Temperature",
     "has_mark",
     "read_stops",
+    "stop_field",
 ]
 
 MAX_CHOICES = 64
@@ -61,6 +62,11 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 NumChoices = Annotated[int, Field(ge=1, le=16)]
+
+
+def stop_field(max_stops: int = MAX_STOPS) -> Any:
+    """Return what a field says that takes texts which end an answer; `read_stops` holds it to that."""
+    return Field(description=f"a text or a list of at most {max_stops} texts, each of 1 to {MAX_STOP_BYTES} bytes")
 
 
 class StreamOptions(Body):
@@ -86,10 +92,7 @@ class CommonBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop: Annotated[
-        str | list[str] | None,
-        Field(description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = None
+    stop: Annotated[str | list[str] | None, stop_field()] = None
     seed: Seed | None = None
     temperature: Temperature | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="a number > 0 and <= 1")] = None
@@ -276,7 +279,7 @@ class Thinking(Body):
 class ChatBody(CommonBody, Generic[_Message]):
     """A chat, without marks beside the messages."""
 
-    messages: list[_Message]
+    messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     n: NumChoices = 1
     logprobs: bool = False
@@ -286,13 +289,6 @@ class ChatBody(CommonBody, Generic[_Message]):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
     thinking: Thinking | None = None
-
-    @field_validator("messages")
-    @classmethod
-    def _not_empty(cls, messages: list[_Message]) -> list[_Message]:
-        if not messages:
-            raise ValueError("must have at least one message")
-        return messages
 
     def chat_request(self, *, is_marked: bool, echo: bool = False, ignored: Sequence[str] = ()) -> CompletionRequest:
         """Return the request, in which the last message is continued if it is marked."""

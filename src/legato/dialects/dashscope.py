@@ -61,10 +61,11 @@ class CompletionsDialect(CompletionsRoute):
     """`/compatible-mode/v1/completions`."""
 
     shape = SHAPE
+    body = _CompletionsBody
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_CompletionsBody, body)
+        read = read_body(self.body, body)
         return read.request(_source(read.prompt), max_tokens=read.max_tokens, output=Output())
 
 
@@ -116,10 +117,11 @@ class ChatDialect(ChatRoute):
     """`/compatible-mode/v1/chat/completions`."""
 
     shape = SHAPE
+    body = _ChatBody
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_ChatBody, body)
+        read = read_body(self.body, body)
         if read.enable_thinking and any(message.partial for message in read.messages):
             raise UnsupportedFeature("Partial mode is not supported when enable_thinking is true", param="messages")
         return read.chat_request(is_marked=has_mark(read.messages, "partial"))

@@ -8,13 +8,14 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import ChatBody, CommonBody, GapBody, MessageBody, has_mark
+from legato.dialects.bodies import ChatBody, CommonBody, GapBody, MessageBody, has_mark, stop_field
 from legato.dialects.shapes import ChatRoute, CompletionsRoute, Shape, error_type, openai_usage
 from legato.errors import InvalidField, LegatoError
 from legato.types import CompletionRequest, Output, Source, Text, Usage
 
 __all__ = ["SHAPE", "ChatDialect", "CompletionsDialect"]
 
+MAX_STOPS = 16
 MAX_TOKENS = 393216
 
 
@@ -38,7 +39,10 @@ SHAPE = Shape(error=_error, usage=_usage, head={"system_fingerprint": "fp_legato
 class _Limits(CommonBody):
     """The vendor's narrower limits."""
 
-    max_stops: ClassVar[int] = 16
+    max_stops: ClassVar[int] = MAX_STOPS
+
+    max_tokens: Annotated[int | None, Field(description=f"a whole number, 1 to {MAX_TOKENS}")] = None
+    stop: Annotated[str | list[str] | None, stop_field(MAX_STOPS)] = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -62,10 +66,11 @@ class CompletionsDialect(CompletionsRoute):
     """`/beta/completions`."""
 
     shape = SHAPE
+    body = _CompletionsBody
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_CompletionsBody, body)
+        read = read_body(self.body, body)
         source: Source = Text((read.prompt,)) if read.suffix is None else read.gap(read.prompt, read.suffix)
         output = Output(echo=read.echo, logprobs=read.logprobs)
         ignored = read.gap_fields() if read.suffix is None else ()
@@ -84,10 +89,11 @@ class ChatDialect(ChatRoute):
     """`/beta/chat/completions`."""
 
     shape = SHAPE
+    body = _ChatBody
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_ChatBody, body)
+        read = read_body(self.body, body)
         is_marked = has_mark(read.messages, "prefix")
         if read.switches.get("thinking") and not is_marked and read.messages[-1].role == "assistant":
             raise InvalidField(

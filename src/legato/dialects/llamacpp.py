@@ -19,8 +19,6 @@ from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
 from legato.dialects.bodies import (
     MAX_CHOICES,
-    MAX_STOP_BYTES,
-    MAX_STOPS,
     ChatBody,
     GapBody,
     MessageBody,
@@ -29,6 +27,7 @@ from legato.dialects.bodies import (
     Seed,
     Temperature,
     read_stops,
+    stop_field,
 )
 from legato.errors import InvalidField, LegatoError, PromptTooLong, UnsupportedFeature
 from legato.types import (
@@ -81,10 +80,7 @@ class _GenerationBody(Body):
     n_predict: NumTokens = -1
     max_tokens: NumTokens | None = None
     max_completion_tokens: NumTokens | None = None
-    stop: Annotated[
-        str | list[str] | None,
-        Field(description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = None
+    stop: Annotated[str | list[str] | None, stop_field()] = None
     ignore_eos: bool = False
     t_max_prompt_ms: Annotated[float, Field(ge=0)] = 0
     t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
@@ -213,9 +209,11 @@ class _Dialect:
 class CompletionDialect(_Dialect):
     """`/completion`."""
 
+    body = _CompletionBody
+
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_CompletionBody, body)
+        read = read_body(self.body, body)
         prompts = _prompts(read.prompt)
         request = read.request(Text(prompts))
         if len(prompts) * request.num_choices > MAX_CHOICES:
@@ -249,9 +247,11 @@ def _parts(prompt: Any) -> RawPrompt:
 class InfillDialect(_Dialect):
     """`/infill`."""
 
+    body = _InfillBody
+
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_InfillBody, body)
+        read = read_body(self.body, body)
         files = tuple(File(extra.filename, extra.text) for extra in read.input_extra)
         ignored = [
             f"input_extra[{index}].{name}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from legato.dialects.base import read_body
 from legato.dialects.bodies import ChatBody, FlaggedChatBody, MessageBody, has_mark
@@ -29,7 +29,8 @@ from legato.types import CompletionRequest
 
 __all__ = ["SHAPE", "FlaggedChatDialect", "PrefixChatDialect"]
 
-_ROLES = ["system", "user", "assistant", "function", "tool"]
+_Role = Literal["system", "user", "assistant", "function", "tool"]
+_ROLES = list(get_args(_Role))
 
 _CODES: Mapping[type[LegatoError], tuple[str, str]] = {
     KeyMissing: ("ModelArts.81002", "Failed to get the authorization header."),
@@ -68,6 +69,10 @@ SHAPE = Shape(error=_error, status=_status)
 
 
 class _Message(MessageBody):
+    role: _Role
+
+
+class _PrefixMessage(_Message):
     prefix: bool | None = None
 
 
@@ -75,11 +80,12 @@ class PrefixChatDialect(ChatRoute):
     """`/v2/chat/completions`."""
 
     shape = SHAPE
+    body = ChatBody[_PrefixMessage]
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
         _check(body)
-        read = read_body(ChatBody[_Message], body)
+        read = read_body(self.body, body)
         return read.chat_request(is_marked=has_mark(read.messages, "prefix"))
 
 
@@ -87,11 +93,12 @@ class FlaggedChatDialect(ChatRoute):
     """`/openai/v1/chat/completions`."""
 
     shape = SHAPE
+    body = FlaggedChatBody[_Message]
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
         _check(body)
-        read = read_body(FlaggedChatBody[MessageBody], body)
+        read = read_body(self.body, body)
         return read.chat_request(is_marked=read.is_flagged)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from legato.dialects.base import Body, Encoder, Facts, read_body, unknown_fields
-from legato.dialects.bodies import read_stops
+from legato.dialects.bodies import read_stops, stop_field
 from legato.dialects.shapes import ChatEncoder, ChatRoute, Shape, error_type
 from legato.errors import InvalidField, LegatoError
 from legato.types import (
@@ -56,6 +56,8 @@ SHAPE = Shape(
 
 
 class _InfillBody(Body):
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})  # Refused in `parse`, by name.
+
     model: Annotated[str, Field(min_length=1)]
     prompt: str
     suffix: str | None = None
@@ -63,7 +65,7 @@ class _InfillBody(Body):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=1.5)] | None = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="a number > 0 and <= 1")] = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, stop_field()] = None
     random_seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stream: bool = False
     metadata: dict[str, Any] | None = None
@@ -74,13 +76,14 @@ class InfillDialect(ChatRoute):
     """`/v1/fim/completions`."""
 
     shape = SHAPE
+    body = _InfillBody
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_InfillBody, body)
+        read = read_body(self.body, body)
         for name in unknown_fields(read):
             raise InvalidField(
-                f"`{name}` is not a field of this path; those are {', '.join(_InfillBody.model_fields)}",
+                f"`{name}` is not a field of this path; those are {', '.join(self.body.model_fields)}",
                 param=name,
                 code="extra_forbidden",
             )

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
-from legato.dialects.bodies import EFFORTS, MAX_STOP_BYTES, MAX_STOPS, Penalty, Seed, Temperature, read_stops
+from legato.dialects.bodies import EFFORTS, Penalty, Seed, Temperature, read_stops, stop_field
 from legato.errors import InvalidField, LegatoError, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,
@@ -44,10 +44,7 @@ __all__ = ["GenerateDialect", "encode_ollama_error", "tags", "version"]
 
 class _Options(Body):
     num_predict: Annotated[int, Field(ge=-2)] = -1
-    stop: Annotated[
-        str | list[str] | None,
-        Field(description=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = None
+    stop: Annotated[str | list[str] | None, stop_field()] = None
     seed: Seed = -1
     temperature: Temperature = 0.8
     top_k: Annotated[int, Field(ge=-1)] = 40
@@ -128,13 +125,14 @@ class GenerateDialect:
     """`/api/generate`."""
 
     stream_type = LINES
+    body = _GenerateBody
 
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
         given = body.get("options")
         if isinstance(given, dict):
             body = {**body, "options": {name: value for name, value in given.items() if value is not None}}
-        read = read_body(_GenerateBody, body)
+        read = read_body(self.body, body)
         read.check()
         options = read.options
         return CompletionRequest(

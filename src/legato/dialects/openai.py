@@ -7,7 +7,7 @@ behaviour differs from server to server, docs/dialects/openai.md states what hol
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -19,11 +19,16 @@ from legato.types import CompletionRequest, Output, Source, Text
 
 __all__ = ["ChatDialect", "CompletionsDialect"]
 
+_Item = TypeVar("_Item")
+_NotEmpty = Annotated[list[_Item], Field(min_length=1)]
 _PROMPT = "a text, a list of texts, a list of token ids or a list of such lists, and not empty"
 
 
 class _CompletionsBody(CommonBody, GapBody):
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], Field(description=_PROMPT)]
+    prompt: Annotated[
+        str | _NotEmpty[str] | _NotEmpty[int] | _NotEmpty[_NotEmpty[int]],
+        Field(description=_PROMPT),
+    ]
     suffix: str | None = None
     echo: bool = False
     n: NumChoices = 1
@@ -48,9 +53,11 @@ class _CompletionsBody(CommonBody, GapBody):
 class CompletionsDialect(CompletionsRoute):
     """`/v1/completions`."""
 
+    body = _CompletionsBody
+
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_CompletionsBody, body)
+        read = read_body(self.body, body)
         prompts = _prompts(read.prompt)
         source: Source = Text(prompts, read.instructions)
         if read.suffix is not None:
@@ -77,12 +84,10 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
     if isinstance(prompt, str):
         return (prompt,)
     prompts: tuple[str | tuple[int, ...], ...]
-    if prompt and all(isinstance(item, int) for item in prompt):
+    if all(isinstance(item, int) for item in prompt):
         prompts = (tuple(item for item in prompt if isinstance(item, int)),)
     else:
         prompts = tuple(item if isinstance(item, str) else tuple(item) for item in prompt if not isinstance(item, int))
-    if not prompts or () in prompts:
-        raise InvalidField(f"`prompt` must be {_PROMPT}, got {prompt}", param="prompt")
     if len(prompts) > MAX_CHOICES:
         raise InvalidField(f"`prompt` may have at most {MAX_CHOICES} prompts, got {len(prompts)}", param="prompt")
     return prompts
@@ -104,9 +109,11 @@ class _ChatBody(FlaggedChatBody[_Message]):
 class ChatDialect(ChatRoute):
     """`/v1/chat/completions`."""
 
+    body = _ChatBody
+
     def parse(self, body: dict[str, Any]) -> CompletionRequest:
         """Read a request; see `Dialect.parse`."""
-        read = read_body(_ChatBody, body)
+        read = read_body(self.body, body)
         return read.chat_request(is_marked=_is_marked(read), echo=read.echo)
 
 

@@ -1,4 +1,4 @@
-"""The ASGI application: which path speaks which dialect, and the three operational routes.
+"""The ASGI application: which path speaks which dialect, and the routes beside them.
 
 `create_app` receives what it needs as arguments; there are no globals. `serve` runs it with uvicorn.
 """
@@ -9,7 +9,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,6 +32,7 @@ from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
 from legato.server.connection import connections
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
+from legato.server.openapi import REPORT_HEADERS, describe
 from legato.server.queries import Query, ServedModels, ignored_header
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.types import Finished, Usage
@@ -53,8 +56,21 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         guarded = Guarded(gate, _reply(path), endpoint, is_public=is_public, takes_x_api_key=takes_x_api_key)
         return Route(path, guarded, methods=[method])
 
-    def generation(path: str, dialect: Dialect) -> Route:
-        return route("POST", path, Generation(dialect, models, gate))
+    dialects: dict[str, Dialect] = {
+        "/v1/completions": openai.CompletionsDialect(),
+        "/v1/chat/completions": openai.ChatDialect(),
+        "/v1/fim/completions": mistral.InfillDialect(),
+        "/v2/chat/completions": maas.PrefixChatDialect(),
+        "/openai/v1/chat/completions": maas.FlaggedChatDialect(),
+        "/compatible-mode/v1/completions": dashscope.CompletionsDialect(),
+        "/compatible-mode/v1/chat/completions": dashscope.ChatDialect(),
+        "/beta/completions": deepseek.CompletionsDialect(),
+        "/beta/chat/completions": deepseek.ChatDialect(),
+        "/completion": llamacpp.CompletionDialect(),
+        "/infill": llamacpp.InfillDialect(),
+        "/api/generate": ollama.GenerateDialect(),
+    }
+    document = encode_json(describe(dialects, tuple(models.served), has_keys=bool(server.api_keys)))
 
     def query(method: str, path: str, answer: Answerer) -> Route:
         return route(method, path, Query(answer, catalogue, gate))
@@ -79,6 +95,9 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         entry = _entry(name, models.resolve(name), started)
         await send_body(send, encode_json(entry), status=200, headers={})
 
+    async def show_document(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, document, status=200, headers={})
+
     async def not_found(request: Request, error: Exception) -> Any:
         path = request.scope["path"]
         return PathError(RouteNotFound(f"there is nothing at `{path}`"), _reply(path), {})
@@ -91,33 +110,40 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
 
     app = Starlette(
         routes=[
-            generation("/v1/completions", openai.CompletionsDialect()),
-            generation("/v1/chat/completions", openai.ChatDialect()),
-            generation("/v1/fim/completions", mistral.InfillDialect()),
-            generation("/v2/chat/completions", maas.PrefixChatDialect()),
-            generation("/openai/v1/chat/completions", maas.FlaggedChatDialect()),
-            generation("/compatible-mode/v1/completions", dashscope.CompletionsDialect()),
-            generation("/compatible-mode/v1/chat/completions", dashscope.ChatDialect()),
-            generation("/beta/completions", deepseek.CompletionsDialect()),
-            generation("/beta/chat/completions", deepseek.ChatDialect()),
-            generation("/completion", llamacpp.CompletionDialect()),
-            generation("/infill", llamacpp.InfillDialect()),
+            *(route("POST", path, Generation(dialect, models, gate)) for path, dialect in dialects.items()),
             query("POST", "/tokenize", llamacpp.tokenize),
             query("POST", "/detokenize", llamacpp.detokenize),
             query("POST", "/apply-template", llamacpp.apply_template),
             query("GET", "/props", llamacpp.props),
-            generation("/api/generate", ollama.GenerateDialect()),
             query("GET", "/api/tags", ollama.tags),
             query("GET", "/api/version", ollama.version),
             route("GET", "/v1/models", list_models),
             route("GET", "/v1/models/{name:path}", show_model),
             route("GET", "/openai/v1/models", list_models),
             route("GET", "/health", health, is_public=True),
+            route("GET", "/openapi.json", show_document, is_public=True),
         ],
+        middleware=_cross_origin(server.cors_origins),
         exception_handlers={404: not_found, 405: not_allowed},
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cross_origin(origins: Sequence[str]) -> Sequence[Middleware]:
+    """Return what lets pages of these origins read answers, errors too."""
+    if not origins:
+        return ()
+    exposed = (*REPORT_HEADERS, "Retry-After", "X-Request-Id")
+    return (
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=exposed,
+        ),
+    )
 
 
 _LLAMACPP = ("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/props")
