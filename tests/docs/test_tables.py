@@ -29,6 +29,8 @@ from legato.dialects import openai as dialect
 from legato.dialects.bodies import CommonBody
 from legato.dialects.shapes import error_type
 from legato.errors import CapacityError, ConfigError, LegatoError
+from tests.conftest import DEFAULT, Served, serve_weights
+from tests.docs.fields import PATHS, VendorPath, bodies, fate, named
 from tests.docs.pages import region
 
 Row = Sequence[str | None]
@@ -181,6 +183,17 @@ def _bounds(value: Mapping[str, Any], is_whole: bool) -> str:
     return f", {low} to {high}" if high is not None else f", at least {low}" if low is not None else ""
 
 
+def documented(path: VendorPath) -> Callable[[], Iterator[Row]]:
+    """Rows for the fields that a vendor documents: name, what becomes of it here, what is allowed, meaning."""
+
+    def rows() -> Iterator[Row]:
+        allowed = {row[0]: row[1] for row in body_fields(path.dialect.body)()}
+        for name, body in bodies(path):
+            yield f"`{name}`", fate(path, name, body), allowed.get(f"`{name}`", "–"), None
+
+    return rows
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Regions
 
@@ -203,6 +216,7 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[], Iterator[Row]]]] = {
         body_fields(llamacpp._InfillBody, llamacpp._GenerationBody),
     ),
     "fields of ollama": (("field", "allowed", "default", "meaning"), body_fields(ollama._GenerateBody)),
+    **{name: (("field", "here", "allowed", "meaning"), documented(path)) for name, path in PATHS.items()},
 }
 
 
@@ -252,6 +266,23 @@ def test_a_table_is_what_the_code_says(name: str) -> None:
     assert not empty, "the page must say what the code does not"
 
 
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Served]:
+    """A server that has all that a vendor's field may ask for: infill tokens, and tags to think between."""
+    with serve_weights(DEFAULT, context_length=1024, reasoning_open="<think>", reasoning_close="</think>") as served:
+        yield served
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_what_becomes_of_a_field_is_what_the_server_does(thinking: Served, name: str) -> None:
+    path = PATHS[name]
+    for field, body in bodies(path):
+        response = thinking.post(path.path, {**body, "model": DEFAULT})
+        ignored = response.headers.get("legato-ignored", "").split(", ")
+        shown = named(field, ignored) if response.status_code == 200 else "refused"
+        assert shown == fate(path, field, body), f"{field}: {response.text}"
+
+
 @pytest.mark.parametrize("command", ["", *commands()])
 def test_the_help_of_a_command_is_what_it_prints(command: str) -> None:
     page, match = region(f"help {command}".strip())
@@ -261,10 +292,11 @@ def test_the_help_of_a_command_is_what_it_prints(command: str) -> None:
 def test_the_environment_variables_of_the_table_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     values = {"whole number": "5", "number": "5.5", "true or false": "true", "text": "x.test", "path": "folder"}
+    lists = {"`server.api_keys`": "sha256:" + 64 * "0", "`server.cors_origins`": "http://a.test, app://b"}
     expected = {}
     for name, kind, _, variable, _ in settings():
         if variable != "–":
-            text = values.get(str(kind), "one, two")
+            text = values.get(str(kind)) or lists.get(str(name), "one, two")
             monkeypatch.setenv(str(variable).strip("`"), text)
             expected[str(name).strip("`")] = text
     read = load_settings(None, flags={}, default_model="m")
