@@ -148,6 +148,23 @@ def test_a_compressed_body_is_refused_in_words(open_server: Served, data: bytes)
     assert "`gzip`" in check_error(answer, 415)["message"]
 
 
+@pytest.mark.parametrize("piece", [b"a" * 1000, b"X-Header: " + b"a" * 988 + b"\r\n"])
+def test_headers_without_end_are_refused_and_not_kept(locked: Served, piece: bytes) -> None:
+    with connected(locked) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Header: ")
+        with pytest.raises(ConnectionError):
+            connection.sendall(piece * (50 * MB // len(piece)))
+    assert locked.get("/health").status_code == 200
+
+
+def test_long_headers_are_taken_on_every_request_of_a_connection(open_server: Served) -> None:
+    with httpx2.Client(base_url=open_server.url, verify=NO_TLS) as client:
+        for _ in range(3):
+            body = body_for(open_server, COMPLETIONS, prompt="a" * 3000, unknown="b" * MB)
+            answer = client.post(COMPLETIONS, json=body, headers={"x-header": "a" * 50_000})
+            assert text_of(answer.json()) == "ok"
+
+
 def test_c065_a_body_that_stalls_is_given_up() -> None:
     with (
         serve_script([b"ok"], limits=LimitSettings(body_timeout_s=0.3)) as served,

@@ -1,4 +1,4 @@
-"""A connection that does not wait for its client for ever, and that stays with HTTP/1.1.
+"""A connection that does not wait for its client for ever, keeps no endless headers, and stays with HTTP/1.1.
 
 It receives what a socket reports and cuts off a client that takes nothing for a while: whatever runs for it then finds
 it gone. It knows nothing of what is asked; uvicorn reads and writes HTTP.
@@ -14,6 +14,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 __all__ = ["connections"]
 
+_MAX_HEAD_BYTES = 64 * 1024
+"""Most bytes of a request before its body, unless they come in one read, which asyncio bounds."""
+
 
 def connections(write_timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol, with an end to waiting for a client that does not read, and without upgrades."""
@@ -21,6 +24,8 @@ def connections(write_timeout_s: float) -> type[asyncio.Protocol]:
     class Connection(HttpToolsProtocol):
         _watch: asyncio.TimerHandle | None = None
         _data = b""
+        _num_head_bytes: int | None = 0
+        """So much of a head has come; None after its end, while the body comes."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Report every byte that the system does not take at once: nothing more is written until it has."""
@@ -33,9 +38,26 @@ def connections(write_timeout_s: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            """Keep what is read, for a request that has to be read again."""
+            """Keep what is read, for a request that has to be read again; refuse a head that does not end.
+
+            Nobody has checked a key yet, and every byte of a head is kept.
+            """
             self._data = data
+            if self._num_head_bytes is not None:
+                self._num_head_bytes += len(data)
             super().data_received(data)
+            if self._num_head_bytes is not None and self._num_head_bytes > _MAX_HEAD_BYTES:
+                self.send_400_response(f"The headers must have at most {_MAX_HEAD_BYTES} bytes.")
+
+        def on_headers_complete(self) -> None:
+            """Stop counting."""
+            self._num_head_bytes = None
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            """Count anew: another request may follow."""
+            self._num_head_bytes = 0
+            super().on_message_complete()
 
         def _should_upgrade(self) -> bool:
             """Whether another protocol is asked for. If so, uvicorn calls the next method instead of the application.
