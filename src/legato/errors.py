@@ -71,7 +71,7 @@ class MalformedBody(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The body is declared as something other than JSON."""
+    """The body is declared as something other than JSON, or as compressed."""
 
     status = 415
     code = "unsupported_media_type"
