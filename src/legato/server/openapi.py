@@ -47,6 +47,7 @@ REPORT_HEADERS: Mapping[str, str] = {
     "Legato-Healed": "For each prompt, how many of its last bytes the model wrote anew to join the answer.",
     "Legato-Ignored": "Fields of the request that had no effect.",
     "Legato-Clipped": "Fields whose value was cut down to what is possible.",
+    "Legato-Truncated": "Parts of the request that did not fit, each with how much of it was left out.",
 }
 """Headers that say what was done, each with its meaning."""
 
@@ -86,6 +87,7 @@ class Report(_Object):
     drafted_tokens: int
     ignored: list[str]
     clipped: list[str]
+    truncated: dict[str, int]
     rounds: int
 
 
