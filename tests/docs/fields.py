@@ -58,8 +58,8 @@ VALUES: Mapping[str, Any] = {
     "tools": _TOOLS,
     "tool_choice": "none",
     "response_format": _JSON,
-    "thinking": {"type": "enabled"},
     "thinking.type": "enabled",
+    "thinking.keep": "all",
     "enable_thinking": True,
     "reasoning_effort": "low",
     "prediction": {"type": "content", "content": "x"},
@@ -73,6 +73,7 @@ COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "stream_options.include_usage": {"stream": True},
     "add_generation_prompt": {"continue_final_message": True},
     "thinking.type": {"messages": [{"role": "user", "content": "Hi"}]},
+    "thinking.keep": {"thinking": {"type": "enabled"}},
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": _TOOLS},
 }
@@ -109,18 +110,18 @@ PATHS: Mapping[str, VendorPath] = {
         openai.ChatDialect(),
         _names(
             f"{_CHAT} m.name m.partial m.reasoning_content m.tool_calls m.tool_call_id max_completion_tokens "
-            "reasoning_effort thinking prediction prompt_cache_key safety_identifier"
+            "reasoning_effort thinking.type thinking.keep prediction prompt_cache_key safety_identifier"
         ),
     ),
     "fields of maas": VendorPath(
         "/v2/chat/completions",
         maas.PrefixChatDialect(),
-        _names(f"{_CHAT} m.prefix m.tool_calls top_k reasoning_effort thinking m.partial {_FLAGS}"),
+        _names(f"{_CHAT} m.prefix m.tool_calls top_k reasoning_effort thinking.type m.partial {_FLAGS}"),
     ),
     "fields of maas flags": VendorPath(
         "/openai/v1/chat/completions",
         maas.FlaggedChatDialect(),
-        _names(f"{_CHAT} {_FLAGS} m.tool_calls top_k reasoning_effort thinking m.prefix m.partial"),
+        _names(f"{_CHAT} {_FLAGS} m.tool_calls top_k reasoning_effort thinking.type m.prefix m.partial"),
     ),
     "fields of dashscope completions": VendorPath(
         "/compatible-mode/v1/completions",
@@ -166,7 +167,7 @@ def bodies(path: VendorPath) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in path.names:
         body: dict[str, Any] = {"model": "m", "max_tokens": 1}
         body |= {"messages": deepcopy(turns)} if is_chat else {"prompt": "Once"}
-        body |= COMPANIONS.get(name, {})
+        body |= deepcopy(dict(COMPANIONS.get(name, {})))
         at = body
         *places, last = name.split(".")
         for place in places:
