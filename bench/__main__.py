@@ -12,11 +12,12 @@ from bench.equality import equality
 from bench.fidelity import human, infill, seam
 from bench.measure import SIZES, Measure, Size
 from bench.report import write
-from bench.speed import decode, drafts, rounds, streams, warm
+from bench.speed import decode, drafts, keys, rounds, streams, warm
 
 SUITES: Mapping[str, Callable[[Sequence[Server], Size], Iterator[Measure]]] = {
     "decode": decode,
     "warm": warm,
+    "keys": keys,
     "rounds": rounds,
     "drafts": drafts,
     "seam": seam,

@@ -92,6 +92,26 @@ class Server:
         total_s = time.perf_counter() - start
         return Answer("".join(parts), num_tokens, first_s or total_s, total_s)
 
+    def first_text(self, prompt: str, max_tokens: int, **fields: Any) -> float:
+        """Return the seconds until the first text of a stream (its end, if it has none), and leave it there."""
+        body = self._body(prompt, max_tokens, 0, fields) | {"stream": True}
+        start = time.perf_counter()
+        with self._client.stream("POST", f"{self.url}/completions", json=body) as response:
+            if response.status_code != 200:
+                raise Refused(response.read().decode("utf-8", "replace"))
+            for event in _events(response):
+                if event.get("choices") and event["choices"][0]["text"]:
+                    break
+        return time.perf_counter() - start
+
+    def fills_gaps(self) -> bool:
+        """Whether its model has infill tokens."""
+        try:
+            self.complete("a", 1, suffix="b")
+        except Refused:
+            return False
+        return True
+
     def supports(self, name: str, value: object) -> bool:
         """Whether this is a Legato that knows a field: it reports those that it does not."""
         headers = self._post("The", 1, 0, {name: value}).headers

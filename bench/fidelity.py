@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from bench.client import Refused, Server, company
+from bench.client import Server, company
 from bench.measure import Measure, Size
 from bench.texts import KINDS, PASSAGES
 
@@ -27,7 +30,8 @@ _DENSE_HORIZON = 2
 _LEAST_CONTEXT = 120
 """Characters before a cut in a text that people wrote."""
 _DENSE = "between Chinese or Japanese characters"
-_SOURCES = Path(__file__).parents[1] / "src" / "legato"
+_CODE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_@({[")
+"""What lines begin with that are no comments."""
 
 
 def goes_on(text: str, wanted: str) -> bool:
@@ -99,40 +103,72 @@ def human(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
         yield Measure("human", f'{place}, healed minus `seam: "none"`', "points", more)
 
 
+@dataclass(frozen=True)
+class _Gap:
+    """A gap in a file that people wrote."""
+
+    before: str
+    wanted: str
+    after: str
+    is_inside: bool
+    """Whether the gap begins inside a word."""
+    is_rest: bool
+    """Whether it is the rest of its line."""
+
+
 def infill(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
-    """The rest of a line of Legato's own sources, cut inside a word: by `suffix`, and by raw markers in the prompt."""
-    gaps = _gaps(max(4, size.positions // 4))
-    raw: dict[str, list[float]] = {server.name: [] for server in servers}
-    healed: dict[str, list[float]] = {server.name: [] for server in servers if server.supports("seam", "none")}
-    for before, wanted, after in gaps:
-        for server in servers:
-            markers = f"<|fim_prefix|>{before}<|fim_suffix|>{after}<|fim_middle|>"
-            raw[server.name].append(server.complete(markers, 40, stop="\n").text.rstrip() == wanted)
-        for server in servers:
-            if server.name in healed:
-                try:
-                    text = server.complete(before, 40, stop="\n", suffix=after).text
-                except Refused:  # The model has no infill tokens.
-                    return
-                healed[server.name].append(text.rstrip() == wanted)
-    yield Measure("infill", "the rest of a line, cut inside a word, `suffix`", "%", healed)
-    yield Measure("infill", "the rest of a line, cut inside a word, raw markers", "%", raw)
+    """Gaps in files of four languages, by `suffix` and by raw markers in the prompt: filled as the author did."""
+    able = [server for server in servers if server.fills_gaps()]
+    gaps = {language: _gaps(files, max(4, size.positions // 4)) for language, files in _languages().items()}
+    filled: dict[str, dict[str, list[float]]] = defaultdict(lambda: {server.name: [] for server in able})
+    for language, gap in [(language, gap) for language, some in gaps.items() for gap in some]:
+        markers = f"<|fim_prefix|>{gap.before}<|fim_suffix|>{gap.after}<|fim_middle|>"
+        head = gap.after.strip()[:20]
+        for server in able:
+            for way, text in (
+                ("`suffix`", server.complete(gap.before, 40, stop="\n", suffix=gap.after).text),
+                ("raw markers", server.complete(markers, 40, stop="\n").text),
+            ):
+                is_right = float(text.rstrip() == gap.wanted.rstrip())
+                filled[f"all, {way}"][server.name].append(is_right)
+                filled[f"{language}, {way}"][server.name].append(is_right)
+                where = "the rest of a line" if gap.is_rest else "a part of a line"
+                filled[f"{where}, {way}"][server.name].append(is_right)
+                if gap.is_inside:
+                    filled[f"from inside a word, {way}"][server.name].append(is_right)
+                filled[f"the suffix is repeated, {way}"][server.name].append(float(bool(head) and head in text))
+    for name in sorted(filled):
+        yield Measure("infill", name, "%", filled[name])
 
 
-def _gaps(num: int) -> list[tuple[str, str, str]]:
-    """Return what stands before a gap inside a word of a line of code, the rest of the line, and what follows."""
+def _languages() -> dict[str, list[Path]]:
+    """Return files that come with Python and with what the bench needs anyway, by language."""
+    packages = {name: Path(str(find_spec(name).origin)).parent for name in ("matplotlib", "numpy")}  # type: ignore[union-attr]
+    return {
+        "Python": sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")),
+        "C": sorted(packages["numpy"].glob("**/*.[ch]")),
+        "JavaScript": sorted(packages["matplotlib"].glob("**/*.js")),
+        "Cython": sorted(packages["numpy"].glob("**/*.p[yx][xd]")),
+    }
+
+
+def _gaps(files: Sequence[Path], num: int) -> list[_Gap]:
+    """Return gaps in lines of code: half to the line's end and half of one to four words, most from inside a word."""
     rng = random.Random(29)
-    files = sorted(_SOURCES.rglob("*.py"))
-    gaps: list[tuple[str, str, str]] = []
+    texts = [path.read_text("utf-8", errors="replace").split("\n") for path in files]
+    texts = [lines for lines in texts if len(lines) >= 40]
+    gaps: list[_Gap] = []
     while len(gaps) < num:
-        lines = rng.choice(files).read_text("utf-8").split("\n")
-        if len(lines) < 40:
-            continue
+        lines = rng.choice(texts)
         index = rng.randrange(15, len(lines) - 12)
-        line = lines[index]
-        places = [at for at in range(3, len(line) - 5) if line[at - 2 : at + 2].isalpha()]
-        if len(line.strip()) >= 20 and places and line.strip()[0] not in "\"'#":
-            at = rng.choice(places)
-            before = "\n".join([*lines[max(0, index - 25) : index], line[:at]])
-            gaps.append((before, line[at:].rstrip(), "\n" + "\n".join(lines[index + 1 : index + 11])))
+        line = lines[index].rstrip()
+        indent = len(line) - len(line.lstrip())
+        if len(line) - indent < 20 or len(line) > 160 or line.lstrip()[0] not in _CODE:
+            continue
+        start = rng.randrange(indent + 3, len(line) - 6)
+        end = len(line) if len(gaps) % 2 else rng.randrange(start + 3, min(start + 24, len(line)) + 1)
+        before = "\n".join([*lines[max(0, index - 25) : index], line[:start]])
+        after = "\n".join([line[end:], *lines[index + 1 : index + 11]])
+        is_inside = line[start - 1].isalnum() and line[start].isalnum()
+        gaps.append(_Gap(before, line[start:end], after, is_inside, end == len(line)))
     return gaps

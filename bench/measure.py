@@ -72,7 +72,9 @@ class Size:
     cuts: int
     """Of one text."""
     positions: int
-    """In texts that people wrote, for each place of the cut; infills, a quarter of it."""
+    """In texts that people wrote, for each place of the cut; infills, a quarter of it for each language."""
+    keys: int
+    """Typed into a file, for each repetition."""
     clients: int
     """Of the scripted engine."""
     streams: tuple[int, ...]
@@ -81,11 +83,37 @@ class Size:
 
 SIZES = {
     "full": Size(
-        repeats=5, tokens=128, long_words=600, kinds=12, cuts=8, positions=400, clients=300, streams=(1, 4, 8)
+        repeats=5,
+        tokens=128,
+        long_words=600,
+        kinds=12,
+        cuts=8,
+        positions=400,
+        keys=40,
+        clients=300,
+        streams=(1, 4, 8),
     ),
     "short": Size(
-        repeats=3, tokens=64, long_words=300, kinds=12, cuts=4, positions=60, clients=300, streams=(1, 4, 8)
+        repeats=3,
+        tokens=64,
+        long_words=300,
+        kinds=12,
+        cuts=4,
+        positions=60,
+        keys=20,
+        clients=300,
+        streams=(1, 4, 8),
     ),
-    "quick": Size(repeats=1, tokens=16, long_words=40, kinds=2, cuts=2, positions=4, clients=10, streams=(1, 2)),
-}  # fmt: skip
+    "quick": Size(
+        repeats=1,
+        tokens=16,
+        long_words=40,
+        kinds=2,
+        cuts=2,
+        positions=4,
+        keys=3,
+        clients=10,
+        streams=(1, 2),
+    ),
+}
 """The last is only to see that everything runs."""

@@ -5,6 +5,7 @@ Each suite receives servers and a size and yields measures.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import os
@@ -12,6 +13,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +21,7 @@ from bench.client import Answer, Server, alternate, at_once, serving
 from bench.measure import Measure, Size
 from bench.texts import EDIT_TASK, EDITED, FILE, NOISE_WORDS
 
-__all__ = ["decode", "drafts", "rounds", "streams", "warm"]
+__all__ = ["decode", "drafts", "keys", "rounds", "streams", "warm"]
 
 _SAMPLED = {"greedy": 0.0, "temperature 0.8": 0.8}
 _fresh = itertools.count(int(time.time()))
@@ -58,6 +60,38 @@ def warm(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
     for index, name in enumerate(names):
         samples = {server: [result[index] for result in some] for server, some in results.items()}
         yield Measure("warm", name, "x" if " over " in name else "s", samples)
+
+
+def keys(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
+    """Time to the first text while somebody types into a file of 400 lines and each request is left for the next."""
+    lines = Path(argparse.__file__).read_text("utf-8").split("\n")[200:600]
+    names = ("typed, first text", "plain and grown by as much, first text", "one decode step")
+
+    def run(server: Server, turn: int) -> list[tuple[float, float, float]]:
+        at = 200 + turn
+        while len(lines[at].strip()) < 20:
+            at += 1
+        head, suffix = "\n".join([*lines[:at], ""]), "\n" + "\n".join(lines[at + 1 :])
+        typed = lines[at][: size.keys]
+        times = []
+        server.stream(head, 1, suffix=suffix)
+        server.stream(head, 1)
+        for num in range(1, len(typed) + 1):
+            gap = server.first_text(head + typed[:num], 64, suffix=suffix)
+            plain = server.first_text(head + typed[:num], 64)
+            times.append((gap, plain))
+        known = server.stream(head + typed, 16)
+        step_s = (known.total_s - known.first_s) / max(1, known.num_tokens - 1)
+        return [(gap, plain, step_s) for gap, plain in times]
+
+    able = [server for server in servers if server.fills_gaps()]
+    results = {
+        name: list(itertools.chain.from_iterable(some)) for name, some in alternate(able, size.repeats, run).items()
+    }
+    for index, name in enumerate(names):
+        yield Measure("keys", name, "s", {server: [times[index] for times in some] for server, some in results.items()})
+    more = {server: [(gap - plain) / step for gap, plain, step in some] for server, some in results.items()}
+    yield Measure("keys", "typed minus plain, over a decode step", "x", more)
 
 
 def rounds(servers: Sequence[Server], size: Size) -> Iterator[Measure]:

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from legato.profiles import InfillTokens
 from tests.conftest import Served, serve_script
 from tests.docs.pages import ROOT
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve_script((b" word",) * 20) as server:
+    with serve_script((b" word",) * 20, infill=InfillTokens(1, 2, 3), context_length=32768) as server:
         yield server
 
 
 def test_a_run_leaves_a_table_figures_and_a_plot(served: Served, tmp_path: Path) -> None:
-    suites = "decode,warm,rounds,drafts,seam,human,streams"
+    suites = "decode,warm,keys,rounds,drafts,seam,human,infill,streams"
     beside = ["--beside", f"again={served.url}/v1", "--suite", suites, "--out", str(tmp_path), "--size", "quick"]
     command = [sys.executable, "-m", "bench", served.url, *beside]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
