@@ -4,8 +4,8 @@ It receives an `Infill` and returns what fits of it and, with the model's `Infil
 `prompting` cuts at the seam. It knows no engine and no wire format.
 
 The text right before the cursor stands at the end of the prompt, behind the last marker, so that the answer joins it at
-the seam like any other: the line that the cursor is in. Typing then changes only the end of the prompt, and all before
-it stays in the cache.
+the seam like any other: the line that the cursor is in, and some before it. Typing then changes only the end of the
+prompt, and all before it stays in the cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _SUFFIX_SHARE = 4
 """Of what fits, the suffix gets one part in so many; what it does not need goes to the prefix, and back."""
 _LONG = 16
 """A text of more characters per token than this is not tokenised as a whole: it would not fit."""
-_BLOCK_LINES = 32
-"""A prefix that is cut begins at a line that is a multiple of this: its beginning then stays while lines are added."""
+_BLOCK_LINES = 8
+"""What is behind the last marker begins at a line that is a multiple of this: so it stays while lines are added."""
+_CUT_LINES = 4 * _BLOCK_LINES
+"""A prefix that is cut begins at a line that is a multiple of this, for the same reason."""
 
 Encode = Callable[[str], list[int]]
 """Tokenises plain text."""
@@ -56,7 +58,7 @@ def lay_out(infill: Infill, marks: InfillTokens, encode: Encode, *, heals: bool)
     if marks.suffix_first:
         head, tail = "", head + tail
     elif heals:
-        at = head.rfind("\n") + 1
+        at = _anchor(head)
         head, tail = head[:at], head[at:] + tail
     ids = [*_files(infill.files, marks, encode)]
     if marks.middle is None:
@@ -66,6 +68,12 @@ def lay_out(infill: Infill, marks: InfillTokens, encode: Encode, *, heals: bool)
     else:
         ids += [marks.prefix, *encode(head), marks.suffix, *encode(infill.suffix), marks.middle]
     return Layout(tuple(ids), tail)
+
+
+def _anchor(text: str) -> int:
+    """Return where the block of lines begins that the end of a text is in; its line, if it is in the first block."""
+    num = text.count("\n")
+    return sum(map(len, _lines(text)[: num // _BLOCK_LINES * _BLOCK_LINES or num]))
 
 
 def _files(files: Sequence[File], marks: InfillTokens, encode: Encode) -> Iterator[int]:
@@ -139,11 +147,11 @@ def _head(text: str, count: Callable[[str], int], room: int) -> str:
 
 
 def _tail(text: str, count: Callable[[str], int], room: int) -> str:
-    """Return the last lines that fit, from a multiple of `_BLOCK_LINES` on if there is one among them."""
+    """Return the last lines that fit, from a multiple of `_CUT_LINES` on if there is one among them."""
     lines = _lines(text)
     num = len(_kept(reversed(lines), count, room))
     first = len(lines) - num
-    block = -(-first // _BLOCK_LINES) * _BLOCK_LINES
+    block = -(-first // _CUT_LINES) * _CUT_LINES
     if block < len(lines) - num // 2:
         first = block
     return "".join(lines[first:]) or _part(text, count, room, from_end=True)

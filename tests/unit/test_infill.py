@@ -83,7 +83,18 @@ def test_unhealed_the_whole_prefix_stands_before_the_suffix() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "text"),
-    [("a\nb", "b"), ("a\nb\n", ""), ("a\nb\n\n    ", "    "), ("a\r\nb", "b"), ("ab", "ab"), ("", "")],
+    [
+        ("a\nb", "b"),
+        ("a\nb\n", ""),
+        ("a\nb\n\n    ", "    "),
+        ("a\r\nb", "b"),
+        ("ab", "ab"),
+        ("", ""),
+        ("a\n" * 8 + "b", "b"),
+        ("a\n" * 8 + "b\nc\nd", "b\nc\nd"),
+        ("a\n" * 15 + "b", "a\n" * 7 + "b"),
+        ("a\n" * 16, ""),
+    ],
 )
 def test_typing_changes_only_what_stands_behind_the_markers(prefix: str, text: str) -> None:
     layout = lay_out(Infill(prefix, "c"), InfillTokens(300, 301, 302), encode, heals=True)
