@@ -17,13 +17,13 @@ from hashlib import blake2b
 
 from legato.admission import Claim
 from legato.blocks import Ending, Indent, Line, block
+from legato.continuation import Continuation
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.loops import Cycle
 from legato.models import Model
 from legato.prompting import render
 from legato.text import Assembler, Channels, Piece, Utf8
 from legato.types import (
-    REST_OF_CONTEXT,
     Accepted,
     Answer,
     Chat,
@@ -125,7 +125,8 @@ class Run:
         shown: list[TextToken] = []
         num_cached = num_drafted = 0
         reason: FinishReason = "stop"
-        timely = _until(deadline, request.max_reading_s, request.max_writing_s, self._steps(job, claim))
+        rounds = Continuation(self.model.engine, job)
+        timely = _until(deadline, request.max_reading_s, request.max_writing_s, _placed(rounds, claim))
         async with aclosing(timely) as steps:
             async for step in steps:
                 num_cached += step.num_cached
@@ -162,7 +163,7 @@ class Run:
             shown += piece.tokens
             if self._has_news(piece):
                 yield self._delta(choice, piece)
-        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted, text.num_thought)
+        usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted, text.num_thought, rounds.num)
         matched = text.matched
         if matched is not None and matched not in request.stops.strings:
             matched = matched.removeprefix("\r")
@@ -170,11 +171,6 @@ class Run:
         first = first or ended
         times = Times(first - begun, ended - first)
         yield Finished(choice, reason, matched, usage, times, _mean_logprob(shown))
-
-    async def _steps(self, job: Job, claim: Claim) -> AsyncGenerator[Step, None]:
-        async with claim.place(), aclosing(self.model.engine.generate(job)) as steps:
-            async for step in steps:
-                yield step
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         return (*prompt.ids, *prompt.tail) if self.request.output.token_ids else ()
@@ -208,6 +204,13 @@ class Run:
         if not isinstance(self.request.source, Infill):
             return stops
         return (*stops, *(f"\r{stop}" for stop in stops if stop.startswith("\n")))
+
+
+async def _placed(rounds: Continuation, claim: Claim) -> AsyncGenerator[Step, None]:
+    """Run all rounds of a Job within one place."""
+    async with claim.place(), aclosing(rounds.steps()) as steps:
+        async for step in steps:
+            yield step
 
 
 def _ending(source: Source) -> Ending | None:
@@ -315,21 +318,18 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     clipped = False
     for prompt in prompts:
         room = engine.profile.context_length - prompt.num_tokens
-        wanted = request.max_tokens
-        if wanted == REST_OF_CONTEXT:
-            wanted = room
-        elif wanted is None:
-            wanted = room if isinstance(request.source, Chat) else DEFAULT_MAX_TOKENS
+        size, wanted = request.limits(room if isinstance(request.source, Chat) else DEFAULT_MAX_TOKENS, room)
         if request.stops.min_tokens > wanted:
             raise InvalidField(
-                f"`min_tokens` must be at most `max_tokens`, got {request.stops.min_tokens} and {wanted}"
+                f"`min_tokens` must be at most `max_tokens`{', in all rounds' if request.rounds else ''}, "
+                f"got {request.stops.min_tokens} and {wanted}"
                 f"{'' if request.max_tokens is not None else ', its default here'}",
                 param="min_tokens",
             )
         clipped = clipped or (request.max_tokens or 0) > room
         for choice in range(num_drawn):
             job = _job(request, prompt, choice, min(wanted, room), sampling, reference, _stop_ids(request, model))
-            jobs.append(replace(job, thinking=_thinking(request, job, model)))
+            jobs.append(replace(job, max_round_tokens=size, thinking=_thinking(request, job, model)))
     report = Report(
         seed=seed,
         healed_bytes=tuple(len(prompt.heal) for prompt in prompts),
@@ -553,7 +553,9 @@ def _unlikeliness(answer: Answer) -> float:
 
 
 def total_usage(usages: Sequence[Usage], num_drawn: int) -> Usage:
-    """Sum up usage over choices, by index; a prompt counts once, however many choices it has."""
+    """Sum up usage over choices, by index; a prompt counts once, however many choices it has. Of the rounds the most
+    that a choice took are told.
+    """
     firsts = usages[::num_drawn]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
@@ -561,4 +563,5 @@ def total_usage(usages: Sequence[Usage], num_drawn: int) -> Usage:
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
         drafted_tokens=sum(usage.drafted_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        num_rounds=max((usage.num_rounds for usage in usages), default=0),
     )

@@ -28,7 +28,6 @@ from legato.infill import fit, lay_out
 from legato.profiles import Profile
 from legato.seam import Seam
 from legato.types import (
-    REST_OF_CONTEXT,
     Chat,
     CompletionRequest,
     Infill,
@@ -66,7 +65,7 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
             case Chat() as chat:
                 return (renderer.chat(chat),)
             case Infill() as infill:
-                return (renderer.infill(infill, request.max_tokens),)
+                return (renderer.infill(infill, request),)
             case Text(prompts, None):
                 return tuple(renderer.raw(prompt) for prompt in prompts)
             case Text(prompts, instructions):
@@ -191,11 +190,11 @@ class _Renderer:
         header = self._plain(f"{instructions}\n{_INSTRUCTED}\n\n")
         return self._prompt(self._started(header), self._plain(prompt), prefix=prompt)
 
-    def infill(self, infill: Infill, max_tokens: int | None) -> Prompt:
+    def infill(self, infill: Infill, request: CompletionRequest) -> Prompt:
         """Lay out what is around a gap; the answer joins what stands before it, behind the last marker."""
         limit = self._profile.context_length
-        reserved = limit // 4 if max_tokens == REST_OF_CONTEXT else min(max_tokens or 0, limit // 4)
-        room = limit - reserved - 1
+        _, wanted = request.limits(0, limit)
+        room = limit - min(wanted, limit // 4) - 1
         text = infill.prefix + infill.middle
         if infill.is_prompted:
             if not self._profile.can_chat:

@@ -32,6 +32,7 @@ __all__ = [
     "Prompt",
     "RawPrompt",
     "ReasoningOptions",
+    "Rounds",
     "Sampling",
     "SamplingOptions",
     "ScoredToken",
@@ -199,6 +200,16 @@ class ReasoningOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """How far an answer goes on by itself where a round of `max_tokens` is over."""
+
+    max_num: int | None = None
+    """Rounds, the first included; None: as many as there is room for."""
+    max_total_tokens: int | None = None
+    """Tokens of all rounds together; None: as many as there is room for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stops:
     """What ends the answer before its limit. Nothing of it is shown."""
 
@@ -246,6 +257,8 @@ class CompletionRequest:
     sampling: SamplingOptions = SamplingOptions()
     max_tokens: int | None = None
     """None: what is usual for the source; `REST_OF_CONTEXT`: all there is room for."""
+    rounds: Rounds | None = None
+    """None: the answer ends with its first `max_tokens`."""
     num_choices: int = 1
     num_drawn: int | None = None
     """Choices to write for each prompt, of which the `num_choices` likeliest are returned; None: no more than those."""
@@ -269,6 +282,17 @@ class CompletionRequest:
     """Names of fields that were accepted and have no effect."""
     caller: str = ""
     """Who asks, where callers are told apart; places are shared fairly between them."""
+
+    def limits(self, default: int, rest: int) -> tuple[int, int]:
+        """Return the most tokens of a round and of the answer, where `rest` is what there is room for.
+
+        `default` is the usual `max_tokens` of the source.
+        """
+        size = {None: default, REST_OF_CONTEXT: rest}.get(self.max_tokens, self.max_tokens) or 0
+        if self.rounds is None:
+            return size, size
+        num, total = self.rounds.max_num, self.rounds.max_total_tokens
+        return size, min((bound for bound in (num and num * size, total) if bound is not None), default=rest)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,6 +366,8 @@ class Job:
     prompt: Prompt
     max_tokens: int
     sampling: Sampling
+    max_round_tokens: int | None = None
+    """After so many tokens it is interrupted and resumed (`continuation`); None: never."""
     canonical: bool = True
     min_tokens: int = 0
     ignore_end: bool = False
@@ -358,7 +384,29 @@ class Job:
     is_typed: bool = False
     """Whether somebody types where the text goes on: a Job like it may follow that continues from its answer."""
     num_resumed: int = 0
-    """Ids at the end of the prompt that an engine wrote before it died: to be fed as when they were written."""
+    """Ids at the end of the prompt that an engine has written: to be fed as when they were written."""
+
+    def resumed(self, tokens: Sequence[Token]) -> Job:
+        """Return the Job that goes on behind the first `tokens` of this one's answer."""
+        if not tokens:
+            return self
+        written = size = 0
+        for token in tokens:
+            size += len(token.data)
+            written += size > len(self.prompt.heal)
+        return replace(
+            self,
+            max_tokens=self.max_tokens - written,
+            min_tokens=max(0, self.min_tokens - written),
+            num_resumed=self.num_resumed + len(tokens),
+            prompt=replace(
+                self.prompt,
+                ids=(*self.prompt.ids, *(token.id for token in tokens)),
+                tail=(),
+                heal=b"",
+                origin=self.prompt.origin + size,
+            ),
+        )
 
     def to_json(self) -> str:
         """The Job as JSON text, from which `from_json` makes an equal Job."""
@@ -461,7 +509,7 @@ class TextToken:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one choice."""
+    """What one choice took, counted."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -470,6 +518,7 @@ class Usage:
     """Of `completion_tokens`: how many a draft had guessed."""
     reasoning_tokens: int = 0
     """Of `completion_tokens`: how many were thinking and its tags."""
+    num_rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)

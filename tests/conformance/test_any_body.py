@@ -20,6 +20,7 @@ NAMES = [
     "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "response_format", "seam", "canonical", "tools",
     "stop_across_seam", "report", "continue_final_message", "add_generation_prompt", "top_logprobs", "tool_choice",
     "min_tokens", "ignore_eos", "stop_token_ids", "return_token_ids", "detect_loops",
+    "auto_continue",
     "role", "content", "name", "prefix", "partial", "reasoning_content", "tool_calls", "tool_call_id", "type", "text",
     "include_usage", "function", "arguments", "5", "",
 ]  # fmt: skip
@@ -90,6 +91,9 @@ PLAUSIBLE = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(-1, 300), max_size=34),
         "return_token_ids": st.booleans(),
         "detect_loops": st.booleans(),
+        "auto_continue": st.fixed_dictionaries(
+            {}, optional={"max_rounds": st.integers(0, 4), "max_total_tokens": st.integers(0, 40)}
+        ),
         "thinking": st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled", "auto"])}),
         "reasoning_effort": st.sampled_from(["none", "low", "max"]),
     },

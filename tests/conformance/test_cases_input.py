@@ -252,6 +252,7 @@ WRONG: dict[str, list[Any]] = {
     "ignore_eos": ["true", 1],
     "stop_token_ids": [5, "x", ["5"], [True], [-1], [1.5], [99_999_999], [2**64], [5] * 33],
     "return_token_ids": ["true", 1],
+    "auto_continue": [True, 3, [], {"max_rounds": 0}, {"max_rounds": "3"}, {"max_total_tokens": 1.5}],
     "detect_loops": ["true", 1],
     "report": ["true", 1],
 }

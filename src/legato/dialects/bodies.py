@@ -26,6 +26,7 @@ from legato.types import (
     Message,
     Output,
     ReasoningOptions,
+    Rounds,
     SamplingOptions,
     SeamOptions,
     Source,
@@ -83,6 +84,11 @@ class Prediction(Body):
     content: Annotated[str | list[Part], Field(description="a text or a list of text parts")]
 
 
+class AutoContinue(Body):
+    max_rounds: Annotated[int, Field(ge=1)] | None = None
+    max_total_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
 class CommonBody(Body):
     """Fields that chats and completions take."""
 
@@ -119,6 +125,7 @@ class CommonBody(Body):
     prediction: Prediction | None = None
     deterministic: bool = False
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    auto_continue: AutoContinue | None = None
     detect_loops: bool = False
     report: bool = False
 
@@ -156,6 +163,7 @@ class CommonBody(Body):
                 seed=self.seed,
             ),
             max_tokens=max_tokens,
+            rounds=_rounds(self.auto_continue),
             num_choices=num_choices,
             stops=Stops(
                 strings=strings,
@@ -177,14 +185,23 @@ class CommonBody(Body):
             prediction=_joined(self.prediction.content) if self.prediction else "",
             deterministic=self.deterministic,
             cache_salt=self.cache_salt or "",
-            ignored=(*unknown_fields(self), *_unknown_options(self.stream_options), *ignored),
+            ignored=(
+                *unknown_fields(self),
+                *_unknown_options("stream_options", self.stream_options),
+                *_unknown_options("auto_continue", self.auto_continue),
+                *ignored,
+            ),
         )
 
 
-def _unknown_options(options: StreamOptions | None) -> Iterator[str]:
-    """Name what `stream_options` has and nothing reads."""
+def _unknown_options(field: str, options: Body | None) -> Iterator[str]:
+    """Name what an object has and nothing reads."""
     for name in unknown_fields(options) if options else ():
-        yield f"stream_options.{name}"
+        yield f"{field}.{name}"
+
+
+def _rounds(asked: AutoContinue | None) -> Rounds | None:
+    return None if asked is None else Rounds(asked.max_rounds, asked.max_total_tokens)
 
 
 def _joined(content: str | list[Part]) -> str:

@@ -256,7 +256,7 @@ def _facts(run: Run, usage: Usage) -> Facts:
         "ignored": list(report.ignored),
         "clipped": list(report.clipped),
         "truncated": dict(report.truncated),
-        "rounds": 1,
+        "rounds": usage.num_rounds,
     }
 
 

@@ -54,26 +54,7 @@ class _Live:
 
     def remaining(self) -> Job:
         """Return the Job that continues from the tokens produced so far."""
-        job, prompt = self.job, self.job.prompt
-        if self.tokens:
-            size = sum(len(token.data) for token in self.tokens)
-            written, end = 0, 0
-            for token in self.tokens:
-                end += len(token.data)
-                written += end > len(prompt.heal)
-            job = replace(
-                job,
-                max_tokens=job.max_tokens - written,
-                min_tokens=max(0, job.min_tokens - written),
-                num_resumed=job.num_resumed + len(self.tokens),
-                prompt=replace(
-                    prompt,
-                    ids=(*prompt.ids, *(token.id for token in self.tokens)),
-                    tail=(),
-                    heal=b"",
-                    origin=prompt.origin + size,
-                ),
-            )
+        job = self.job.resumed(self.tokens)
         return replace(job, score_prompt=job.score_prompt and not self.has_scores)
 
 
