@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import closing
+from tempfile import TemporaryDirectory
 
 from legato.admission import Admission
 from legato.config import LimitSettings, ServerSettings
 from legato.engines.scripted import ScriptedEngine
 from legato.models import Model, Models
 from legato.server.app import create_app, listen, run_app
+from legato.store import Store
 
 _SCRIPT = (b" word",) * 200
 
@@ -27,7 +30,9 @@ async def main(core: int) -> None:
         host, port = listener.getsockname()[:2]
         print(f"Scripts are served at http://{host}:{port}", file=sys.stderr, flush=True)
         limits = LimitSettings()
-        await run_app(create_app(Models({"script": model}, {}), settings, limits), listener, limits, stop=stop)
+        with TemporaryDirectory() as folder, closing(Store.open(f"sqlite:///{folder}/legato.db")) as store:
+            app = create_app(Models({"script": model}, {}), store, settings, limits)
+            await run_app(app, listener, limits, stop=stop)
 
 
 if __name__ == "__main__":

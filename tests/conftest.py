@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
@@ -24,6 +25,7 @@ from legato.models import Model, Models, load_models
 from legato.pull import find_model
 from legato.seam import Seam
 from legato.server.app import create_app, listen, run_app
+from legato.store import Store
 from legato.types import Job
 
 SMALL = "smollm2-135m"
@@ -85,6 +87,7 @@ class Served:
     url: str
     models: Models
     loop: asyncio.AbstractEventLoop
+    store: Store
 
     @property
     def engine(self) -> Any:
@@ -126,10 +129,29 @@ class Served:
 
 
 @contextmanager
+def empty_store() -> Iterator[Store]:
+    """A new database, gone afterwards."""
+    with TemporaryDirectory() as folder, closing(Store.open(f"sqlite:///{folder}/legato.db")) as store:
+        yield store
+
+
+@contextmanager
 def serve(
-    load: Callable[[], Any], server: ServerSettings | None = None, limits: LimitSettings | None = None
+    load: Callable[[], Any],
+    server: ServerSettings | None = None,
+    limits: LimitSettings | None = None,
+    store: Store | None = None,
 ) -> Iterator[Served]:
-    """Serve on a free port, in a thread with its own event loop. `load` returns a coroutine that gives the models."""
+    """Serve on a free port, in a thread with its own event loop. `load` returns a coroutine that gives the models.
+    Without a store there is a new one.
+    """
+    with nullcontext(store) if store is not None else empty_store() as opened:
+        yield from _serve(load, opened, server, limits)
+
+
+def _serve(
+    load: Callable[[], Any], store: Store, server: ServerSettings | None, limits: LimitSettings | None
+) -> Iterator[Served]:
     settings = server or ServerSettings(port=0)
     ready = threading.Event()
     started: list[Any] = []
@@ -140,9 +162,9 @@ def serve(
         try:
             with listen(settings) as listener:
                 stop = asyncio.Event()
-                app = create_app(models, settings, limits or LimitSettings())
+                app = create_app(models, store, settings, limits or LimitSettings())
                 host, port = listener.getsockname()[:2]
-                started.extend([Served(f"http://{host}:{port}", models, asyncio.get_running_loop()), stop])
+                started.extend([Served(f"http://{host}:{port}", models, asyncio.get_running_loop(), store), stop])
                 ready.set()
                 await run_app(app, listener, limits or LimitSettings(), stop=stop)
         finally:

@@ -25,6 +25,8 @@ __all__ = [
     "ModelSettings",
     "ServerSettings",
     "Settings",
+    "StoreSettings",
+    "check_exposure",
     "child_environment",
     "is_loopback",
     "load_settings",
@@ -121,11 +123,20 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Where keys and usage are kept."""
+
+    url: str = ""
+    """A database, as `postgresql://user:password@host/name`; empty: `legato.db` in the data folder, with SQLite."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that can be configured."""
 
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
+    store: StoreSettings = StoreSettings()
     models: Mapping[str, ModelSettings] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     data_dir: Path = field(default_factory=lambda: Path(platformdirs.user_data_dir("legato")))
@@ -180,6 +191,19 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
+def check_exposure(server: ServerSettings, *, has_keys: bool) -> None:
+    """Refuse to let others in without keys. `has_keys`: whether there are some beside those configured.
+
+    Raises:
+        ConfigError: others can reach the address, and nothing says that they may.
+    """
+    if not is_loopback(server.host) and not server.api_keys and not has_keys and not server.insecure:
+        raise ConfigError(
+            f"`server.host` is {server.host}, which others can reach, and there are no keys; make one with "
+            "`legato keys create`, set `server.api_keys`, or use `--insecure` if everyone may use this server"
+        )
+
+
 def _file_layer(file: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
     path = file or Path("legato.toml")
     if file is None and not path.exists():
@@ -198,7 +222,7 @@ def _environment_layer(environment: Mapping[str, str]) -> Iterator[tuple[str, di
     """`LEGATO_SERVER_PORT` is `server.port`; lists are separated by commas. Models and aliases are set in the file."""
     places = [
         (group, option.name)
-        for group, kind in (("server", ServerSettings), ("limits", LimitSettings))
+        for group, kind in (("server", ServerSettings), ("limits", LimitSettings), ("store", StoreSettings))
         for option in fields(kind)
     ]
     names = {f"LEGATO_{group}_{option}".upper(): (group, option) for group, option in places}
@@ -269,7 +293,7 @@ def _convert(kind: Any, value: Any, path: str, sources: Mapping[str, str]) -> An
     if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     if type(value) is not kind:
-        shown = "***" if path == "server.api_keys" else repr(value)
+        shown = "***" if path in ("server.api_keys", "store.url") else repr(value)
         raise ConfigError(f"`{path}` ({sources[path]}) must be {_ACCEPTED[kind]}, got {shown}")
     return value
 
@@ -333,18 +357,12 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]
 
 def _check(settings: Settings) -> None:
     """Refuse what only shows when settings are seen together."""
-    server = settings.server
-    for origin in server.cors_origins:
+    for origin in settings.server.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
                 f"`server.cors_origins` must have origins as browsers send them, `https://example.org` or "
                 f"`http://localhost:3000` with nothing after it, or `*`, got {origin!r}"
             )
-    if not is_loopback(server.host) and not server.api_keys and not server.insecure:
-        raise ConfigError(
-            f"`server.host` is {server.host}, which others can reach, and no `server.api_keys` are set; "
-            "set keys, or use `--insecure` if everyone may use this server"
-        )
     for name, model in settings.models.items():
         if bool(model.reasoning_open) != bool(model.reasoning_close):
             given, missing = ("open", "close") if model.reasoning_open else ("close", "open")

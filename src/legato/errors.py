@@ -4,10 +4,11 @@ LegatoError
 ├─ RequestError 400        the caller can fix it
 │   ├─ MalformedBody 400, UnsupportedMediaType 415, BodyTooLarge 413, BodyTimeout 408
 │   ├─ InvalidField 400, UnsupportedFeature 400, PromptTooLong 400
-│   └─ NotAuthenticated 401, HostNotAllowed 403, ModelNotFound 404, RouteNotFound 404, MethodNotAllowed 405
+│   ├─ NotAuthenticated 401, HostNotAllowed 403, NotPermitted 403, ModelNotPermitted 403
 │   │  └─ KeyMissing 401
+│   └─ ModelNotFound 404, RouteNotFound 404, KeyNotFound 404, KeyExists 409, MethodNotAllowed 405
 ├─ CapacityError           try again later
-│   └─ RateLimited 429, Overloaded 503
+│   └─ RateLimited 429, BudgetSpent 429, Overloaded 503, StoreUnavailable 503
 ├─ EngineError 500         ours or the engine's fault
 │   └─ GenerationFailed 500, EngineUnavailable 503
 └─ ConfigError             start-up only; the command line exits with 2
@@ -20,6 +21,7 @@ from __future__ import annotations
 __all__ = [
     "BodyTimeout",
     "BodyTooLarge",
+    "BudgetSpent",
     "CapacityError",
     "ConfigError",
     "EngineError",
@@ -27,17 +29,22 @@ __all__ = [
     "GenerationFailed",
     "HostNotAllowed",
     "InvalidField",
+    "KeyExists",
     "KeyMissing",
+    "KeyNotFound",
     "LegatoError",
     "MalformedBody",
     "MethodNotAllowed",
     "ModelNotFound",
+    "ModelNotPermitted",
     "NotAuthenticated",
+    "NotPermitted",
     "Overloaded",
     "PromptTooLong",
     "RateLimited",
     "RequestError",
     "RouteNotFound",
+    "StoreUnavailable",
     "UnsupportedFeature",
     "UnsupportedMediaType",
 ]
@@ -115,7 +122,7 @@ class PromptTooLong(RequestError):
 
 
 class NotAuthenticated(RequestError):
-    """The key is wrong."""
+    """The key is wrong, revoked or expired."""
 
     status = 401
     code = "invalid_api_key"
@@ -132,6 +139,20 @@ class HostNotAllowed(RequestError):
     code = "host_not_allowed"
 
 
+class NotPermitted(RequestError):
+    """The key may not do this."""
+
+    status = 403
+    code = "not_permitted"
+
+
+class ModelNotPermitted(RequestError):
+    """The key may not use this model."""
+
+    status = 403
+    code = "model_not_permitted"
+
+
 class ModelNotFound(RequestError):
     """No served model or alias has this name."""
 
@@ -144,6 +165,20 @@ class RouteNotFound(RequestError):
 
     status = 404
     code = "not_found"
+
+
+class KeyNotFound(RequestError):
+    """No key in the store has this name."""
+
+    status = 404
+    code = "key_not_found"
+
+
+class KeyExists(RequestError):
+    """Another key in the store has this name, or had it."""
+
+    status = 409
+    code = "key_exists"
 
 
 class MethodNotAllowed(RequestError):
@@ -165,14 +200,30 @@ class CapacityError(LegatoError):
 
 
 class RateLimited(CapacityError):
-    """Too many requests are waiting already."""
+    """Too many requests are waiting already, or the key has made too many in this minute."""
 
     status = 429
     code = "rate_limit_exceeded"
 
 
+class BudgetSpent(CapacityError):
+    """The key has no tokens left in this month."""
+
+    status = 429
+    code = "insufficient_quota"
+
+
 class Overloaded(CapacityError):
     """The request waited too long for a place."""
+
+
+class StoreUnavailable(CapacityError):
+    """The database does not answer."""
+
+    code = "store_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: int = 5) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class EngineError(LegatoError):

@@ -5,7 +5,7 @@ It receives settings and returns `Models`, which turn a name into a `Model`. It 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from legato.admission import Admission
 from legato.config import LimitSettings, ModelSettings, Settings, worker_environment
 from legato.engines.base import Engine
 from legato.engines.scripted import ScriptedEngine
-from legato.errors import ConfigError, ModelNotFound
+from legato.errors import ConfigError, ModelNotFound, ModelNotPermitted
 from legato.profiles import Profile
 from legato.pull import find_model
 from legato.types import Tags
@@ -31,31 +31,46 @@ class Model:
 
 
 class Models:
-    """All served models and the aliases for them."""
+    """All served models and the aliases for them. `hidden` are the models among them that a key may not use."""
 
-    def __init__(self, models: Mapping[str, Model], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, models: Mapping[str, Model], aliases: Mapping[str, str], hidden: frozenset[str] = frozenset()
+    ) -> None:
         self._models = dict(models)
         self._aliases = dict(aliases)
+        self._hidden = hidden
+
+    def only(self, names: Sequence[str]) -> Models:
+        """Return those of these names and aliases; all if none is given."""
+        if not names:
+            return self
+        shown = {self._aliases.get(name, name) for name in names}
+        return Models(self._models, self._aliases, frozenset(self._models) - shown)
 
     @property
     def served(self) -> Mapping[str, Model]:
         """Every name that `resolve` takes, the models' own first."""
-        return {**self._models, **{alias: self._models[name] for alias, name in self._aliases.items()}}
+        own = {model.name: model for model in self.own}
+        return {**own, **{alias: own[name] for alias, name in self._aliases.items() if name in own}}
 
     @property
     def own(self) -> tuple[Model, ...]:
         """Each model once."""
-        return tuple(self._models.values())
+        return tuple(model for name, model in self._models.items() if name not in self._hidden)
 
     def resolve(self, name: str) -> Model:
         """Return the model of this name or alias; the first one if no name is given.
 
         Raises:
             ModelNotFound: there is none.
+            ModelNotPermitted: it is hidden, or all are.
         """
-        if not name:
+        if not name and self.own:
             return self.own[0]
         model = self._models.get(self._aliases.get(name, name))
+        if not name or (model is not None and model.name in self._hidden):
+            may = f"may use {_list(self.served)}" if self.own else "may use none of those that are served"
+            raise ModelNotPermitted(f"the key may not use the model `{name}`; it {may}", param="model")
         if model is None:
             raise ModelNotFound(f"the model `{name}` does not exist; served: {_list(self.served)}", param="model")
         return model

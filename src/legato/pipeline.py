@@ -12,7 +12,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from legato.admission import Claim
@@ -84,6 +84,13 @@ class Run:
     """Prompt by prompt, `num_drawn` each: a Job's place here is its choice's index."""
     num_drawn: int
     report: Report
+    usages: dict[int, Usage] = field(default_factory=dict)
+    """What each choice has taken so far, by its index; those that an engine has accepted."""
+
+    def taken(self) -> Usage:
+        """Return what all have taken so far."""
+        taken = [self.usages.get(choice, Usage(0, 0)) for choice in range(len(self.jobs))]
+        return total_usage(taken, self.num_drawn)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the events of all choices as they come. Close the iterator to cancel everything.
@@ -131,6 +138,7 @@ class Run:
             async for step in steps:
                 num_cached += step.num_cached
                 num_drafted += step.num_drafted
+                self.usages[choice] = Usage(job.prompt.num_tokens, text.num_tokens, num_cached)
                 if not step.tokens and not step.prompt and step.finish is None:
                     yield Accepted(choice, self._prompt_ids(job.prompt))
                     if request.output.echo and not job.score_prompt:
@@ -164,6 +172,7 @@ class Run:
             if self._has_news(piece):
                 yield self._delta(choice, piece)
         usage = Usage(job.prompt.num_tokens, text.num_tokens, num_cached, num_drafted, text.num_thought, rounds.num)
+        self.usages[choice] = usage
         matched = text.matched
         if matched is not None and matched not in request.stops.strings:
             matched = matched.removeprefix("\r")

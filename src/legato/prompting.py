@@ -23,7 +23,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from legato.errors import InvalidField, PromptTooLong, RequestError, UnsupportedFeature
+from legato.errors import InvalidField, NotPermitted, PromptTooLong, RequestError, UnsupportedFeature
 from legato.infill import fit, lay_out
 from legato.profiles import Profile
 from legato.seam import Seam
@@ -58,6 +58,7 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
         InvalidField: a message, prompt or token id is not usable.
         UnsupportedFeature: the model cannot chat or has no infill tokens.
         PromptTooLong: a prompt leaves no room in the context.
+        NotPermitted: a raw prompt has control tokens, which the caller may not write.
     """
     renderer = _Renderer(profile, tokenizer, seam, request.seam, can_think=_can_think(request))
     try:
@@ -67,7 +68,7 @@ def render(request: CompletionRequest, profile: Profile, tokenizer: Tokenizer, s
             case Infill() as infill:
                 return (renderer.infill(infill, request),)
             case Text(prompts, None):
-                return tuple(renderer.raw(prompt) for prompt in prompts)
+                return tuple(renderer.raw(prompt, control_tokens=request.control_tokens) for prompt in prompts)
             case Text(prompts, instructions):
                 return tuple(renderer.instructed(prompt, instructions or "") for prompt in prompts)
     except RequestError as error:
@@ -117,9 +118,12 @@ class _Renderer:
                 text = ""
         return ids, self._plain(text)
 
-    def raw(self, prompt: RawPrompt) -> Prompt:
-        """Take a prompt as it is; markers in it are control tokens."""
+    def raw(self, prompt: RawPrompt, *, control_tokens: bool) -> Prompt:
+        """Take a prompt as it is; markers in it are control tokens, if the caller may write them."""
         ids, floor = self._read_text(prompt) if isinstance(prompt, str) else self._read_parts(prompt)
+        if not control_tokens and (found := self._tokenizer.control_ids.intersection(ids) - {self._tokenizer.start_id}):
+            shown = self._bytes(sorted(found)[:1]).decode("utf-8", "replace")
+            raise NotPermitted(f"the key may not use control tokens, and `prompt` has `{shown}`")
         shown = prompt if isinstance(prompt, str) else self._bytes(ids).decode("utf-8", "replace")
         started = self._started(ids)
         ids, floor = started, floor + len(started) - len(ids)

@@ -282,6 +282,8 @@ class CompletionRequest:
     """Names of fields that were accepted and have no effect."""
     caller: str = ""
     """Who asks, where callers are told apart; places are shared fairly between them."""
+    control_tokens: bool = True
+    """Whether raw prompts may have control tokens."""
 
     def limits(self, default: int, rest: int) -> tuple[int, int]:
         """Return the most tokens of a round and of the answer, where `rest` is what there is room for.

@@ -27,8 +27,11 @@ from legato.engines.scripted import Pause, Script, ScriptedEngine
 from legato.errors import LegatoError
 from legato.models import Model, Models
 from legato.server import streaming
+from legato.server.access import Access
 from legato.server.app import Generation
+from legato.server.ledger import Ledger
 from legato.server.middleware import Gate, Guarded
+from legato.store import Store
 from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Job, Usage
 from tests.conformance.reading import (
     CHAT,
@@ -45,7 +48,7 @@ from tests.conformance.reading import (
     text_of,
     user,
 )
-from tests.conftest import NO_TLS, Served, serve_script
+from tests.conftest import NO_TLS, Served, empty_store, serve_script
 
 BOTH = [COMPLETIONS, CHAT]
 
@@ -501,12 +504,12 @@ class BrokenDialect(CompletionsDialect):
 def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
     """At the first event, in the middle of a stream, and where nothing is streamed."""
 
-    async def check() -> None:
+    async def check(store: Store) -> None:
         engine = ScriptedEngine([b"a", Pause(0.01), b"b", Pause(0.01 if at is None else 30)])
         model = Model("m", engine, Admission(max_running=n))
-        gate = Gate(ServerSettings(), LimitSettings())
+        gate = Gate(ServerSettings(), LimitSettings(), Access((), store))
         dialect = BrokenDialect(at or 0)
-        app = Guarded(gate, dialect.encode_error, Generation(dialect, Models({"m": model}, {}), gate))
+        app = Guarded(gate, dialect.encode_error, Generation(dialect, Models({"m": model}, {}), gate, Ledger(store)))
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()
         requests: asyncio.Queue[Any] = asyncio.Queue()
         requests.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -522,4 +525,5 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         assert (model.admission.num_running, model.admission.num_waiting) == (0, 0)
         assert engine.counters()["running"] == 0
 
-    asyncio.run(check())
+    with empty_store() as store:
+        asyncio.run(check(store))

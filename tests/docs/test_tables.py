@@ -221,14 +221,17 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[], Iterator[Row]]]] = {
 
 
 def commands() -> list[str]:
-    """The names of all commands."""
-    return sorted(group.list_commands(click.Context(group)))
+    """The names of all commands, those below others too."""
+    names = []
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        names += [name, *(f"{name} {below}" for below in getattr(command, "commands", ()))]
+    return sorted(names)
 
 
 def help_text(command: str) -> str:
     """Return a fenced block with what `--help` prints."""
-    arguments = [command, "--help"] if command else ["--help"]
-    result = CliRunner().invoke(group, arguments, prog_name="legato", terminal_width=80)
+    result = CliRunner().invoke(group, [*command.split(), "--help"], prog_name="legato", terminal_width=80)
     assert result.exit_code == 0, result.output
     return f"```text\n{result.output.rstrip()}\n```"
 

@@ -15,7 +15,9 @@ from legato import errors
 from legato.errors import CapacityError, KeyMissing, LegatoError
 
 MODULES = sorted(
-    module.name for module in pkgutil.walk_packages(legato.__path__, "legato.") if not module.name.endswith("__main__")
+    module.name
+    for module in pkgutil.walk_packages(legato.__path__, "legato.")
+    if not module.name.endswith(("__main__", "migrations.env"))  # Which are run, not imported.
 )
 
 

@@ -19,7 +19,7 @@ from legato.errors import ConfigError, LegatoError, RequestError
 
 __all__ = ["group", "main"]
 
-_COMMANDS = ("complete", "doctor", "infill", "models", "pull", "serve")
+_COMMANDS = ("complete", "doctor", "infill", "keys", "models", "pull", "serve", "usage")
 
 
 class _Commands(click.Group):

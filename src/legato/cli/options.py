@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from legato.config import Settings, load_settings
 from legato.pull import CatalogEntry, default_model, find_entry, find_model, is_pulled, pull
 
-__all__ = ["config_option", "ensure_pulled", "model_option", "pull_with_bar", "settings_for"]
+if TYPE_CHECKING:
+    from legato.store import Store
+
+__all__ = ["config_option", "ensure_pulled", "model_option", "open_store", "pull_with_bar", "settings_for"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -37,6 +41,13 @@ def model_option(command: _Command) -> _Command:
 def settings_for(config_file: Path | None, model: str | None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Read settings for a command; a `--model` narrows them to that model."""
     return load_settings(config_file, flags=flags or {}, default_model=default_model(), only_model=model)
+
+
+def open_store(settings: Settings) -> AbstractContextManager[Store]:
+    """Open the configured database; leaving the context closes it."""
+    from legato.store import Store, store_url  # Takes a while to load, and few commands want it.
+
+    return closing(Store.open(store_url(settings)))
 
 
 def ensure_pulled(settings: Settings) -> None:

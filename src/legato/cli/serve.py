@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
+from legato.cli.options import config_option, ensure_pulled, model_option, open_store, settings_for
+from legato.config import check_exposure
 
 __all__ = ["command"]
 
@@ -40,8 +41,12 @@ def command(
         model = "demo"
         flags["models"] = {model: {"engine": "scripted"}}
     settings = settings_for(config_file, model, flags)
-    ensure_pulled(settings)
-    from legato.server.app import serve  # Takes a while to load; what is wrong above is said at once.
+    with open_store(settings) as store:
+        check_exposure(settings.server, has_keys=store.has_keys())
+        ensure_pulled(settings)
+        from legato.server.app import serve  # Takes a while to load; what is wrong above is said at once.
 
-    names = ", ".join(settings.models)
-    asyncio.run(serve(settings, ready=lambda url: click.echo(f"Legato serves {names} at {url}/v1", err=True)))
+        names = ", ".join(settings.models)
+        asyncio.run(
+            serve(settings, store, ready=lambda url: click.echo(f"Legato serves {names} at {url}/v1", err=True))
+        )

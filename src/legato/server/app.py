@@ -9,8 +9,8 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,15 @@ from legato.dialects.shapes import OPENAI
 from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
+from legato.server.access import Access
+from legato.server.admin import admin_routes
 from legato.server.connection import connections
+from legato.server.ledger import Ledger
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
 from legato.server.openapi import REPORT_HEADERS, describe
-from legato.server.queries import Query, ServedModels, ignored_header
+from legato.server.queries import Query, ignored_header
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
+from legato.store import Key, Store
 from legato.types import Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
@@ -45,16 +49,22 @@ _SEND_BUFFER_BYTES = 64 * 1024
 """What the system may hold for a client that does not read; by default it would grow to megabytes."""
 
 
-def create_app(models: Models, server: ServerSettings, limits: LimitSettings) -> ASGIApp:
-    """Build the application over models that are already loaded."""
-    gate = Gate(server, limits)
+def create_app(models: Models, store: Store, server: ServerSettings, limits: LimitSettings) -> ASGIApp:
+    """Build the application over models that are already loaded, and a store that is open."""
+    gate = Gate(server, limits, Access(server.key_digests(), store))
+    ledger = Ledger(store)
     started = int(time.time())
-    catalogue = ServedModels(models, started)
 
     def route(method: str, path: str, endpoint: Endpoint, *, is_public: bool = False) -> Route:
+        return routes(path, {method: endpoint}, is_public=is_public)
+
+    def routes(path: str, endpoints: Mapping[str, Endpoint], *, is_public: bool = False) -> Route:
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            await endpoints["GET" if scope["method"] == "HEAD" else scope["method"]](scope, receive, send)
+
         takes_x_api_key = path in _LLAMACPP
         guarded = Guarded(gate, _reply(path), endpoint, is_public=is_public, takes_x_api_key=takes_x_api_key)
-        return Route(path, guarded, methods=[method])
+        return Route(path, guarded, methods=[*endpoints])
 
     dialects: dict[str, Dialect] = {
         "/v1/completions": openai.CompletionsDialect(),
@@ -70,10 +80,10 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         "/infill": llamacpp.InfillDialect(),
         "/api/generate": ollama.GenerateDialect(),
     }
-    document = encode_json(describe(dialects, tuple(models.served), has_keys=bool(server.api_keys)))
+    document = encode_json(describe(dialects, tuple(models.served), has_keys=bool(server.api_keys) or store.has_keys()))
 
     def query(method: str, path: str, answer: Answerer) -> Route:
-        return route(method, path, Query(answer, catalogue, gate))
+        return route(method, path, Query(answer, models, started, gate))
 
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
         counts = {}
@@ -87,12 +97,13 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         await send_body(send, body, status=503 if has_failed else 200, headers={})
 
     async def list_models(scope: Scope, receive: Receive, send: Send) -> None:
-        entries = [_entry(name, model, started) for name, model in models.served.items()]
+        served = models.only(scope["key"].models).served
+        entries = [_entry(name, model, started) for name, model in served.items()]
         await send_body(send, encode_json({"object": "list", "data": entries}), status=200, headers={})
 
     async def show_model(scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["name"]
-        entry = _entry(name, models.resolve(name), started)
+        entry = _entry(name, models.only(scope["key"].models).resolve(name), started)
         await send_body(send, encode_json(entry), status=200, headers={})
 
     async def show_document(scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,9 +119,14 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
         message = f"`{request.scope['path']}` takes {allowed}, got {request.method}"
         return PathError(MethodNotAllowed(message), _reply(request.scope["path"]), {"allow": allowed})
 
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with ledger.kept():
+            yield
+
     app = Starlette(
         routes=[
-            *(route("POST", path, Generation(dialect, models, gate)) for path, dialect in dialects.items()),
+            *(route("POST", path, Generation(dialect, models, gate, ledger)) for path, dialect in dialects.items()),
             query("POST", "/tokenize", llamacpp.tokenize),
             query("POST", "/detokenize", llamacpp.detokenize),
             query("POST", "/apply-template", llamacpp.apply_template),
@@ -122,7 +138,9 @@ def create_app(models: Models, server: ServerSettings, limits: LimitSettings) ->
             route("GET", "/openai/v1/models", list_models),
             route("GET", "/health", health, is_public=True),
             route("GET", "/openapi.json", show_document, is_public=True),
+            *(routes(path, endpoints) for path, endpoints in admin_routes(store, gate).items()),
         ],
+        lifespan=lifespan,
         middleware=_cross_origin(server.cors_origins),
         exception_handlers={404: not_found, 405: not_allowed},
     )
@@ -190,19 +208,27 @@ def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
 class Generation:
     """The endpoint of one dialect's path."""
 
-    def __init__(self, dialect: Dialect, models: Models, gate: Gate) -> None:
+    def __init__(self, dialect: Dialect, models: Models, gate: Gate, ledger: Ledger) -> None:
         self._dialect = dialect
         self._models = models
         self._gate = gate
+        self._ledger = ledger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse, plan, run and answer."""
+        key: Key = scope["key"]
         body = await self._gate.read_body(scope, receive)
-        request = replace(self._dialect.parse(parse_body(body)), caller=scope["caller"])
-        model = self._models.resolve(request.model)
+        asked = self._dialect.parse(parse_body(body))
+        request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
+        model = self._models.only(key.models).resolve(request.model)
         run = await run_aside(receive, len(body), lambda: plan(request, model))
+        async with self._ledger.account(key, run):
+            await self._answer(run, receive, send)
+
+    async def _answer(self, run: Run, receive: Receive, send: Send) -> None:
+        request = run.request
         headers = _report_headers(run.report)
-        encoder = self._dialect.encoder(run.request)
+        encoder = self._dialect.encoder(request)
         if request.output.stream:
             kind = self._dialect.stream_type
             headers["content-type"] = kind
@@ -260,7 +286,7 @@ def _facts(run: Run, usage: Usage) -> Facts:
     }
 
 
-async def serve(settings: Settings, *, ready: Callable[[str], None]) -> None:
+async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None]) -> None:
     """Load the models and serve until SIGINT or SIGTERM. `ready` is called with the base URL.
 
     Raises:
@@ -282,7 +308,7 @@ async def serve(settings: Settings, *, ready: Callable[[str], None]) -> None:
         try:
             host, port = listener.getsockname()[:2]
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            app = create_app(models, settings.server, settings.limits)
+            app = create_app(models, store, settings.server, settings.limits)
             await run_app(app, listener, settings.limits, stop=stop)
         finally:
             await models.aclose()
@@ -315,7 +341,7 @@ async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, 
         http=connections(limits.write_timeout_s),
         access_log=False,
         log_config=None,
-        lifespan="off",
+        lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
     )

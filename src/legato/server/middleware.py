@@ -8,12 +8,10 @@ are never taken for another request.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 from starlette.types import Message, Receive, Scope, Send
@@ -27,10 +25,11 @@ from legato.errors import (
     HostNotAllowed,
     KeyMissing,
     LegatoError,
-    NotAuthenticated,
     UnsupportedMediaType,
 )
+from legato.server.access import Access
 from legato.server.streaming import ClientGone, send_body
+from legato.store import ANYONE, Key
 
 __all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "header"]
 
@@ -52,8 +51,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 class Gate:
     """Checks a request's host and key, and reads its body."""
 
-    def __init__(self, server: ServerSettings, limits: LimitSettings) -> None:
-        self._digests: Sequence[bytes] = server.key_digests()
+    def __init__(self, server: ServerSettings, limits: LimitSettings, access: Access) -> None:
+        self._access = access
         self._limits = limits
         names = {name.encode().lower() for name in server.allowed_hosts}
         if not names and is_loopback(server.host):
@@ -74,16 +73,15 @@ class Gate:
             shown = name.decode("latin-1")
             raise HostNotAllowed(f"this server does not answer for host `{shown}`; see `server.allowed_hosts`")
 
-    def check_key(self, scope: Scope, *, takes_x_api_key: bool = False) -> str:
-        """Refuse a caller without a key, if keys are configured. Keys are compared as hashes of bytes, in constant
-        time. Return a name for the key that does not give it away; empty without keys. Where `X-Api-Key` is taken,
-        it counts if there is no bearer token.
+    async def check_key(self, scope: Scope, *, takes_x_api_key: bool = False) -> Key:
+        """Return the key that the caller presents. Where `X-Api-Key` is taken, it counts if there is no bearer token.
 
         Raises:
-            NotAuthenticated: the key is missing or wrong.
+            NotAuthenticated: it is missing or wrong, and this server has keys.
+            StoreUnavailable: nobody knows.
         """
-        if not self._digests:
-            return ""
+        if await self._access.is_open():
+            return ANYONE
         scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
         key = token.strip() if scheme.lower() == b"bearer" else b""
         if not key and takes_x_api_key:
@@ -91,11 +89,7 @@ class Gate:
         if not key:
             also = " or `X-Api-Key: KEY`" if takes_x_api_key else ""
             raise KeyMissing(f"no key was given: send `Authorization: Bearer KEY`{also}")
-        digest = hashlib.sha256(key).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # All of them: no early end.
-        if not any(matches):
-            raise NotAuthenticated("Incorrect API key provided")
-        return digest.hex()[:12]
+        return await self._access.find(key)
 
     async def read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Read a JSON body.
@@ -139,7 +133,7 @@ class Gate:
 
 
 class Guarded:
-    """An ASGI endpoint with the gate before it and error handling around it. `scope["caller"]` tells it who asks."""
+    """An ASGI endpoint with the gate before it and error handling around it. `scope["key"]` tells it who asks."""
 
     def __init__(
         self,
@@ -162,10 +156,10 @@ class Guarded:
         started = time.perf_counter()
         try:
             self._gate.check_host(scope)
-            caller = ""
+            key = ANYONE
             if not self._is_public:
-                caller = self._gate.check_key(scope, takes_x_api_key=self._takes_x_api_key)
-            await self._endpoint({**scope, "caller": caller}, exchange.receive, exchange.send)
+                key = await self._gate.check_key(scope, takes_x_api_key=self._takes_x_api_key)
+            await self._endpoint({**scope, "key": key}, exchange.receive, exchange.send)
         except ClientGone:
             exchange.status = 499
         except asyncio.CancelledError:  # The server is closing, and the time of grace is over.

@@ -20,7 +20,7 @@ from legato.server.streaming import run_aside, send_body
 from legato.types import Chat, Tokenizer
 from legato.wire import encode_json, parse_body
 
-__all__ = ["Query", "ServedModels", "ignored_header"]
+__all__ = ["Query", "ignored_header"]
 
 _MAX_HEADER = 2048
 """Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
@@ -29,15 +29,17 @@ _MAX_HEADER = 2048
 class Query:
     """The endpoint of one path."""
 
-    def __init__(self, answer: Answerer, models: ServedModels, gate: Gate) -> None:
+    def __init__(self, answer: Answerer, models: Models, started: float, gate: Gate) -> None:
         self._answer = answer
         self._models = models
+        self._started = started
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse and answer."""
         data = await self._gate.read_body(scope, receive) if scope["method"] == "POST" else b"{}"
-        reply = await run_aside(receive, len(data), lambda: self._answer(parse_body(data), self._models))
+        served = ServedModels(self._models.only(scope["key"].models), self._started)
+        reply = await run_aside(receive, len(data), lambda: self._answer(parse_body(data), served))
         await send_body(send, encode_json(reply.value), status=200, headers=ignored_header(reply.ignored))
 
 

@@ -1,0 +1,1 @@
+"""The versions of the database, each made from the one before by Alembic."""

@@ -1,0 +1,143 @@
+"""Who took how much: what a request may take is charged before it runs, what it took is counted while it runs.
+
+It receives keys and `Run`s, and writes counts to the store twice a second, off the path of requests. It knows no wire
+format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+
+from legato.errors import StoreUnavailable
+from legato.pipeline import Run
+from legato.store import Charge, Key, Store, UsageRow
+from legato.types import Usage
+
+__all__ = ["Ledger"]
+
+_log = logging.getLogger("legato.server")
+
+_EVERY_S = 0.5
+
+
+@dataclass(eq=False)
+class _Account:
+    """A run that is being counted."""
+
+    key: str
+    run: Run
+    charge: Charge | None
+    counted: UsageRow = field(default_factory=lambda: UsageRow("", "", ""))
+    """What is in the books already."""
+    is_over: bool = False
+
+
+class Ledger:
+    """Keeps the books of one server."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._accounts: set[_Account] = set()
+        self._rows: dict[tuple[str, str, str], UsageRow] = {}
+        """What is to be written, by day, key and model."""
+        self._refunds: list[Charge] = []
+
+    @asynccontextmanager
+    async def account(self, key: Key, run: Run) -> AsyncIterator[None]:
+        """Charge a run to its key, and count what it takes while the context is open.
+
+        Raises:
+            RateLimited, BudgetSpent, InvalidField: it may take more than the key has left; see `Store.charge`.
+            StoreUnavailable: nobody knows what the key has left.
+        """
+        charge = None
+        if key.is_limited:
+            prompts = sum(job.prompt.num_tokens for job in run.jobs[:: run.num_drawn])
+            most = prompts + sum(job.max_tokens for job in run.jobs)
+            charge = await asyncio.to_thread(self._store.charge, key, most)
+        account = _Account(key.name, run, charge)
+        self._accounts.add(account)
+        try:
+            yield
+        finally:
+            account.is_over = True
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Write what is counted, from time to time and at the end."""
+        writing = asyncio.create_task(self._write_on())
+        try:
+            yield
+        finally:
+            writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await writing
+            await self._write()
+
+    async def _write_on(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            await self._write()
+
+    async def _write(self) -> None:
+        for account in [*self._accounts]:
+            self._count(account)
+        if not self._rows and not self._refunds:
+            return
+        rows, refunds = self._rows, self._refunds
+        self._rows, self._refunds = {}, []
+        writing = asyncio.ensure_future(asyncio.to_thread(self._store.record, rows.values(), refunds))
+        try:
+            # A thread cannot be called back: who cancels this waits, or the same would be written again.
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            raise
+        except StoreUnavailable as error:
+            _log.error("usage is kept until the database answers: %s", error.message)
+            for row in rows.values():
+                self._add(row)
+            self._refunds += refunds
+
+    def _count(self, account: _Account) -> None:
+        """Take what is new of an account into the books, and close it if it is over."""
+        run, old = account.run, account.counted
+        taken = run.taken()
+        new = replace(
+            old,
+            requests=int(bool(run.usages)),
+            prompt_tokens=taken.prompt_tokens,
+            cached_tokens=taken.cached_tokens,
+            completion_tokens=taken.completion_tokens,
+        )
+        if new != old:
+            day = time.strftime("%Y-%m-%d", time.gmtime())
+            self._add(
+                UsageRow(
+                    day,
+                    account.key,
+                    run.model.name,
+                    new.requests - old.requests,
+                    new.prompt_tokens - old.prompt_tokens,
+                    new.cached_tokens - old.cached_tokens,
+                    new.completion_tokens - old.completion_tokens,
+                )
+            )
+            account.counted = new
+        if account.is_over:
+            self._accounts.remove(account)
+            if account.charge is not None:
+                self._refunds.append(replace(account.charge, tokens=account.charge.tokens - _total(taken)))
+
+    def _add(self, row: UsageRow) -> None:
+        place = (row.day, row.key, row.model)
+        self._rows[place] = self._rows[place] + row if place in self._rows else row
+
+
+def _total(usage: Usage) -> int:
+    return usage.prompt_tokens + usage.completion_tokens

@@ -1,0 +1,433 @@
+"""What outlives the process: keys, what they have spent of their limits, and usage. A database, for one server or many.
+
+It receives and returns values. Every method blocks, and may be called from any thread. It does not know HTTP, models
+or text. Times are seconds since 1970; days, months and minutes are those of UTC, written so that they sort.
+"""
+
+from __future__ import annotations
+
+import calendar
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, SQLAlchemyError
+
+from legato.config import Settings
+from legato.errors import (
+    BudgetSpent,
+    ConfigError,
+    InvalidField,
+    KeyExists,
+    KeyNotFound,
+    RateLimited,
+    StoreUnavailable,
+)
+
+__all__ = ["ANYONE", "Charge", "Key", "Store", "UsageRow", "hash_key", "store_url"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Who asks, and what they may do. None: as much as they want."""
+
+    name: str
+    prefix: str = ""
+    """How the key itself begins, by which its owner knows it."""
+    models: tuple[str, ...] = ()
+    """Names and aliases of models it may use; none: any."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_month: int | None = None
+    control_tokens: bool = True
+    """Whether the text of a raw prompt may have control tokens."""
+    admin: bool = False
+    """Whether it may manage keys, and see everybody's usage and the metrics."""
+    created_at: int = 0
+    expires_at: int | None = None
+    revoked_at: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether what it spends must be counted."""
+        return any(
+            limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_month)
+        )
+
+
+ANYONE = Key("")
+"""The caller of a server without keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a request was charged: at most so many tokens, in these windows."""
+
+    key: str
+    windows: tuple[str, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """What one key took of one model on one day."""
+
+    day: str
+    key: str
+    model: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of `prompt_tokens`: those that were not read anew."""
+    completion_tokens: int = 0
+
+    def __add__(self, other: UsageRow) -> UsageRow:
+        """Return both together, under this one's day, key and model."""
+        counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return replace(self, **counts)
+
+
+_COUNTS = tuple(option.name for option in fields(UsageRow) if option.name not in ("day", "key", "model"))
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def hash_key(key: bytes) -> bytes:
+    """Return what is kept of a key. It is long and random, so a plain hash does not give it away."""
+    return hashlib.sha256(key).digest()
+
+
+def _new_key() -> tuple[str, str]:
+    """Return a key and the part of it that may be shown."""
+    prefix = f"lg-{secrets.token_hex(4)}"
+    return f"{prefix}-{secrets.token_urlsafe(32)}", prefix
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables. A change here needs a new version in `migrations`.
+
+metadata = sa.MetaData()
+_keys = sa.Table(
+    "keys",
+    metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("prefix", sa.Text, nullable=False),
+    sa.Column("digest", sa.LargeBinary(32), nullable=False, unique=True),
+    sa.Column("models", sa.JSON, nullable=False),
+    sa.Column("requests_per_minute", sa.BigInteger),
+    sa.Column("tokens_per_minute", sa.BigInteger),
+    sa.Column("tokens_per_month", sa.BigInteger),
+    sa.Column("control_tokens", sa.Boolean, nullable=False),
+    sa.Column("admin", sa.Boolean, nullable=False),
+    sa.Column("created_at", sa.BigInteger, nullable=False),
+    sa.Column("expires_at", sa.BigInteger),
+    sa.Column("revoked_at", sa.BigInteger),
+)
+_spent = sa.Table(
+    "spent",
+    metadata,
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("window", sa.Text, primary_key=True),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("tokens", sa.BigInteger, nullable=False),
+)
+_usage = sa.Table(
+    "usage",
+    metadata,
+    sa.Column("day", sa.Text, primary_key=True),
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("requests", sa.BigInteger, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The store
+
+_LOCK = 0x1E6A70
+"""PostgreSQL's number for "somebody is migrating"."""
+_BUSY_S = 10.0
+
+
+def store_url(settings: Settings) -> str:
+    """Return the URL of the configured database."""
+    return settings.store.url or f"sqlite:///{settings.data_dir / 'legato.db'}"
+
+
+class Store:
+    """An open database, at its newest version."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    @classmethod
+    def open(cls, url: str) -> Store:
+        """Connect, and bring the database to its newest version, alone if several do so at once.
+
+        Raises:
+            ConfigError: there is no such database, or it cannot be used.
+        """
+        try:
+            engine = _connect(sa.make_url(url))
+        except (ArgumentError, NoSuchModuleError):
+            raise ConfigError(
+                "`store.url` must be as `postgresql://user:password@host/name` or `sqlite:///file`"
+            ) from None
+        except ModuleNotFoundError:
+            raise ConfigError("PostgreSQL needs a driver: `pip install 'legato[postgresql]'`") from None
+        try:
+            if engine.name == "sqlite":
+                Path(engine.url.database or "").parent.mkdir(parents=True, exist_ok=True)
+            with engine.begin() as connection:
+                _migrate(connection)
+        except (SQLAlchemyError, OSError) as error:
+            engine.dispose()
+            raise ConfigError(f"the database `{engine.url!r}` cannot be used: {_reason(error)}") from None
+        return cls(engine)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    # Keys
+
+    def create_key(self, key: Key) -> str:
+        """Add a key with the name and the rights of this one, and return the key itself, which is kept nowhere.
+
+        Raises:
+            InvalidField: a right makes no sense.
+            KeyExists: the name was given before.
+        """
+        if not _NAME.fullmatch(key.name):
+            raise InvalidField(
+                f"`name` must be 1 to 64 of letters, digits, `.`, `_` and `-`, got {key.name!r}", param="name"
+            )
+        now = int(time.time())
+        if key.expires_at is not None and key.expires_at <= now:
+            raise InvalidField(
+                f"`expires_at` must be in the future, got {key.expires_at}, now {now}", param="expires_at"
+            )
+        secret, prefix = _new_key()
+        made = replace(key, prefix=prefix, created_at=now, revoked_at=None)
+        row = {**asdict(made), "digest": hash_key(secret.encode())}
+        try:
+            with self._writing() as connection:
+                connection.execute(sa.insert(_keys).values(row))
+        except IntegrityError:
+            raise KeyExists(f"there is a key `{key.name}` already, or there was one", param="name") from None
+        return secret
+
+    def keys(self) -> list[Key]:
+        """Return all keys, by name."""
+        with self._reading() as connection:
+            return [_key(row) for row in connection.execute(sa.select(_keys).order_by(_keys.c.name))]
+
+    def has_keys(self) -> bool:
+        """Whether there ever was a key: a server whose last one is revoked must not be open to all."""
+        with self._reading() as connection:
+            return connection.execute(sa.select(_keys.c.name).limit(1)).first() is not None
+
+    def find_key(self, digest: bytes) -> Key | None:
+        """Return the key with this hash, also a revoked one."""
+        with self._reading() as connection:
+            row = connection.execute(sa.select(_keys).where(_keys.c.digest == digest)).first()
+            return None if row is None else _key(row)
+
+    def revoke_key(self, name: str) -> None:
+        """Take a key's rights away for good; again changes nothing.
+
+        Raises:
+            KeyNotFound: there is none of this name.
+        """
+        revoked_at = sa.func.coalesce(_keys.c.revoked_at, int(time.time()))
+        self._update_key(name, {"revoked_at": revoked_at})
+
+    def rotate_key(self, name: str) -> str:
+        """Return a new key in place of the old one, which is wrong from now on.
+
+        Raises:
+            KeyNotFound: there is none of this name.
+            InvalidField: it was revoked.
+        """
+        secret, prefix = _new_key()
+        self._update_key(name, {"digest": hash_key(secret.encode()), "prefix": prefix})
+        return secret
+
+    def _update_key(self, name: str, values: Mapping[str, Any]) -> None:
+        with self._writing() as connection:
+            row = connection.execute(sa.select(_keys).where(_keys.c.name == name).with_for_update()).first()
+            if row is None:
+                raise KeyNotFound(f"there is no key `{name}`", param="name")
+            if row.revoked_at is not None and "digest" in values:
+                raise InvalidField(f"the key `{name}` is revoked; create another", param="name")
+            connection.execute(sa.update(_keys).where(_keys.c.name == name).values(values))
+
+    # Limits
+
+    def charge(self, key: Key, tokens: int) -> Charge:
+        """Count a request that may take so many tokens against the limits of its key, or refuse it.
+
+        All processes count together, one request of a key after the other.
+
+        Raises:
+            RateLimited: it is one request too many, or too many tokens, in this minute.
+            BudgetSpent: not so many tokens are left in this month.
+            InvalidField: it can take more tokens than any minute has.
+        """
+        now = time.time()
+        minute, month = _minute(now), _day(now)[:7]
+        if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
+            raise InvalidField(
+                f"the request can take {tokens} tokens, prompt and `max_tokens` together, and its key may take "
+                f"{key.tokens_per_minute} per minute",
+                param="max_tokens",
+            )
+        with self._writing() as connection:
+            # SQLite lets one write at a time; elsewhere the key's row is what the others wait for.
+            connection.execute(sa.select(_keys.c.name).where(_keys.c.name == key.name).with_for_update())
+            mine = sa.select(_spent).where(_spent.c.key == key.name)
+            spent = {row.window: (row.requests, row.tokens) for row in connection.execute(mine)}
+            _check_limits(key, tokens, spent.get(minute, (0, 0)), spent.get(month, (0, 0))[1], now)
+            over = sa.delete(_spent).where(_spent.c.key == key.name, _spent.c.window.not_in([minute, month]))
+            connection.execute(over)
+            rows = [{"key": key.name, "window": window, "requests": 1, "tokens": tokens} for window in (minute, month)]
+            connection.execute(_adding(connection, _spent), rows)
+        return Charge(key.name, (minute, month), tokens)
+
+    # Usage
+
+    def record(self, rows: Iterable[UsageRow], refunds: Iterable[Charge] = ()) -> None:
+        """Add to usage, and give back what was charged and not taken, in windows that are not over."""
+        with self._writing() as connection:
+            if values := [asdict(row) for row in rows]:
+                connection.execute(_adding(connection, _usage), values)
+            for charge in refunds:
+                mine = (_spent.c.key == charge.key, _spent.c.window.in_(charge.windows))
+                connection.execute(sa.update(_spent).where(*mine).values(tokens=_spent.c.tokens - charge.tokens))
+
+    def usage(self, since: str = "", until: str = "9") -> list[UsageRow]:
+        """Return usage by day, key and model, of the days from `since` to `until`."""
+        chosen = sa.select(_usage).where(_usage.c.day >= since, _usage.c.day <= until)
+        ordered = chosen.order_by(_usage.c.day, _usage.c.key, _usage.c.model)
+        with self._reading() as connection:
+            return [UsageRow(**row) for row in connection.execute(ordered).mappings()]
+
+    @contextmanager
+    def _reading(self) -> Iterator[sa.Connection]:
+        with _translated(), self._engine.connect().execution_options(reads=True) as connection:
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[sa.Connection]:
+        with _translated(), self._engine.begin() as connection:
+            yield connection
+
+
+def _check_limits(key: Key, tokens: int, in_minute: tuple[int, int], in_month: int, now: float) -> None:
+    """Refuse what is too much. `in_minute`: requests and tokens so far; `in_month`: tokens so far."""
+    requests, taken = in_minute
+    wait_s = 60 - int(now) % 60
+    if key.requests_per_minute is not None and requests >= key.requests_per_minute:
+        raise RateLimited(
+            f"the key `{key.name}` may make {key.requests_per_minute} requests per minute; try again in {wait_s} s",
+            retry_after_s=wait_s,
+        )
+    if key.tokens_per_minute is not None and taken + tokens > key.tokens_per_minute:
+        raise RateLimited(
+            f"the key `{key.name}` may take {key.tokens_per_minute} tokens per minute, has taken or asked for {taken}, "
+            f"and the request can take {tokens}; try again in {wait_s} s",
+            retry_after_s=wait_s,
+        )
+    if key.tokens_per_month is not None and in_month + tokens > key.tokens_per_month:
+        raise BudgetSpent(
+            f"the key `{key.name}` may take {key.tokens_per_month} tokens per month, has taken or asked for "
+            f"{in_month}, and the request can take {tokens}",
+            retry_after_s=_month_ends_in(now),
+        )
+
+
+def _day(now: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(now))
+
+
+def _minute(now: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M", time.gmtime(now))
+
+
+def _month_ends_in(now: float) -> int:
+    today = time.gmtime(now)
+    days = calendar.monthrange(today.tm_year, today.tm_mon)[1]
+    return calendar.timegm((today.tm_year, today.tm_mon, days, 24, 0, 0)) - int(now)
+
+
+def _key(row: Any) -> Key:
+    values = {option.name: getattr(row, option.name) for option in fields(Key)}
+    return Key(**{**values, "models": tuple(row.models)})
+
+
+def _adding(connection: sa.Connection, table: sa.Table) -> Any:
+    """Return a statement that adds rows, or their counts to those of the rows that are there."""
+    insert = (sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert)(table)
+    counts = {column.name: column + insert.excluded[column.name] for column in table.c if not column.primary_key}
+    return insert.on_conflict_do_update(index_elements=list(table.primary_key), set_=counts)
+
+
+def _connect(url: sa.URL) -> sa.Engine:
+    if url.get_backend_name() == "postgresql":
+        return sa.create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+    if url.get_backend_name() != "sqlite":
+        raise ArgumentError
+    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
+
+    @sa.event.listens_for(engine, "connect")
+    def configure(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # Leaves it to `begin` when a transaction begins.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")  # A killed process loses nothing.
+
+    @sa.event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        # Two that read first and write later would both be refused: who will write waits at once.
+        connection.exec_driver_sql("BEGIN" if connection.get_execution_options().get("reads") else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _migrate(connection: sa.Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+    config = Config()
+    config.set_main_option("script_location", "legato:migrations")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Say in our words that the database does not answer."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except SQLAlchemyError as error:
+        raise StoreUnavailable(f"the database cannot be used: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what the database says, without our statement and its values."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
