@@ -1,7 +1,7 @@
 """JSON bodies and server-sent events, as bytes.
 
-It receives the bytes of a body and returns a dict, or values and returns the bytes of a frame. It knows no field's
-meaning and no sockets.
+It receives the bytes of a body and returns a dict, or values and returns the bytes of a frame, or the bytes of a
+stream and returns its events. It knows no field's meaning and no sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from typing import Any
 
 from legato.errors import MalformedBody
 
-__all__ = ["DONE", "EVENTS", "KEEP_ALIVE", "LINES", "encode_event", "encode_json", "encode_line", "parse_body"]
+__all__ = [
+    "DONE",
+    "EVENTS",
+    "KEEP_ALIVE",
+    "LINES",
+    "EventReader",
+    "encode_event",
+    "encode_json",
+    "encode_line",
+    "parse_body",
+]
 
 MAX_DEPTH = 64
 EVENTS = "text/event-stream"
@@ -69,6 +79,30 @@ def encode_event(value: Any) -> bytes:
 def encode_line(value: Any) -> bytes:
     """Write a value as one line."""
     return encode_json(value) + b"\n"
+
+
+class EventReader:
+    """Takes the server-sent events out of a stream, however it is cut.
+
+    Lines end at LF or CR LF alone: U+2028 and its like, which JSON may have as they are, are text. An event that no
+    blank line has ended is not there yet.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of the events that `data` completes; comments and other fields are skipped."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events = []
+        for line in (line.removesuffix(b"\r") for line in lines):
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.errors import MalformedBody
-from legato.wire import DONE, EVENTS, KEEP_ALIVE, encode_event, encode_json, parse_body
+from legato.wire import DONE, EVENTS, KEEP_ALIVE, EventReader, encode_event, encode_json, parse_body
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
@@ -124,3 +124,21 @@ def test_every_frame_survives_a_naive_reader(values: list[Any]) -> None:
     lines = [line for line in stream.splitlines() if line and not line.startswith(":")]
     assert lines.pop() == "data: [DONE]"
     assert [json.loads(line.removeprefix("data: ")) for line in lines] == values
+
+
+@given(st.lists(VALUES, max_size=4), st.lists(st.integers(0, 400), max_size=8), st.sampled_from(["\n", "\r\n"]))
+def test_events_are_read_however_they_are_cut(values: list[Any], cuts: list[int], end: str) -> None:
+    texts = [json.dumps(value, ensure_ascii=False) for value in values]  # Without escapes: others write so.
+    stream = "".join(f": a comment{end}{end}data: {text}{end}{end}" for text in texts).encode()
+    reader, read, at = EventReader(), list[bytes](), 0
+    for cut in [*sorted(cuts), len(stream)]:
+        read += reader.feed(stream[at:cut])
+        at = max(at, cut)
+    assert [event.decode() for event in read] == texts
+
+
+def test_an_unfinished_event_is_none() -> None:
+    reader = EventReader()
+    assert reader.feed(b"event: x\nid: 4\ndata:1\ndata: 2\n") == []
+    assert reader.feed(b"\ndata: {") == [b"1\n2"]
+    assert reader.feed(b"") == []
