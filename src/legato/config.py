@@ -53,6 +53,10 @@ class ServerSettings:
     """Names that a Host header may have; none: this machine's own when listening on loopback, any otherwise."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may read answers, such as `https://example.org`; `*`: any; none: this server's own alone."""
+    log_format: str = field(default="text", metadata={"choices": ("text", "json")})
+    """How a line of the log is written: `text` or `json`."""
+    traces_url: str = ""
+    """Where traces of requests are sent, as `http://localhost:4318/v1/traces`; empty: nowhere."""
     insecure: bool = False
     """Listen on other addresses than loopback without keys."""
 
@@ -96,6 +100,8 @@ class LimitSettings:
     max_running: int = _number(64, least=1)
     max_waiting: int = _number(256, least=1)
     max_wait_s: float = _number(60.0, least=0.001)
+    grace_s: int = _number(5, least=0)
+    """Seconds that running requests have to end when the server is told to stop."""
 
 
 @dataclass(frozen=True, slots=True)

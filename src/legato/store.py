@@ -201,6 +201,12 @@ class Store:
         """Close all connections."""
         self._engine.dispose()
 
+    @property
+    def file(self) -> Path | None:
+        """Where an SQLite database is; None for any other."""
+        name = self._engine.url.database
+        return Path(name) if name and self._engine.name == "sqlite" else None
+
     # Keys
 
     def create_key(self, key: Key) -> str:

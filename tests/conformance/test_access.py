@@ -57,7 +57,7 @@ def ask(served: Served, method: str, path: str, headers: Mapping[str, str]) -> h
 # ---------------------------------------------------------------------------------------------------------------------
 # Keys
 
-PUBLIC = ["/health", "/openapi.json"]
+PUBLIC = ["/health", "/ready", "/openapi.json"]
 
 
 @pytest.mark.parametrize(("method", "path"), routes())
@@ -68,7 +68,7 @@ def test_every_path_that_is_not_public_wants_a_key(locked: Served, method: str, 
         assert (status == 200) if path in PUBLIC else (status in refused)
     for token in ("right", "second"):
         answer = ask(locked, method, path, {"Authorization": f"Bearer {token}"})
-        is_admins = path.startswith("/admin/")
+        is_admins = path.startswith(("/admin/", "/metrics"))
         assert answer.status_code == (403 if is_admins else 200) or "body is empty" in answer.text
 
 

@@ -31,6 +31,7 @@ from legato.server.access import Access
 from legato.server.app import Generation
 from legato.server.ledger import Ledger
 from legato.server.middleware import Gate, Guarded
+from legato.server.watch import Watch
 from legato.store import Store
 from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Job, Usage
 from tests.conformance.reading import (
@@ -509,7 +510,10 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         model = Model("m", engine, Admission(max_running=n))
         gate = Gate(ServerSettings(), LimitSettings(), Access((), store))
         dialect = BrokenDialect(at or 0)
-        app = Guarded(gate, dialect.encode_error, Generation(dialect, Models({"m": model}, {}), gate, Ledger(store)))
+        models = Models({"m": model}, {})
+        watch = Watch(models, store, traces_url="")
+        generation = Generation(dialect, models, gate, Ledger(store), watch)
+        app = Guarded(gate, watch, COMPLETIONS, dialect.encode_error, generation)
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()
         requests: asyncio.Queue[Any] = asyncio.Queue()
         requests.put_nowait({"type": "http.request", "body": body, "more_body": False})

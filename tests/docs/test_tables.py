@@ -295,11 +295,15 @@ def test_the_help_of_a_command_is_what_it_prints(command: str) -> None:
 def test_the_environment_variables_of_the_table_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     values = {"whole number": "5", "number": "5.5", "true or false": "true", "text": "x.test", "path": "folder"}
-    lists = {"`server.api_keys`": "sha256:" + 64 * "0", "`server.cors_origins`": "http://a.test, app://b"}
+    special = {
+        "`server.api_keys`": "sha256:" + 64 * "0",
+        "`server.cors_origins`": "http://a.test, app://b",
+        "`server.log_format`": "json",
+    }
     expected = {}
     for name, kind, _, variable, _ in settings():
         if variable != "–":
-            text = values.get(str(kind)) or lists.get(str(name), "one, two")
+            text = special.get(str(name)) or values.get(str(kind), "one, two")
             monkeypatch.setenv(str(variable).strip("`"), text)
             expected[str(name).strip("`")] = text
     read = load_settings(None, flags={}, default_model="m")

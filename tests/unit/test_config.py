@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (
             "[server]\nzzz = 1",
             "`server.zzz` (legato.toml) is no setting; "
-            "known: allowed_hosts, api_keys, cors_origins, host, insecure, port",
+            "known: allowed_hosts, api_keys, cors_origins, host, insecure, log_format, port, traces_url",
         ),
         ("[models.m]\nnum_cell = 1", "`models.m.num_cell` (legato.toml) is no setting; did you mean `num_cells`?"),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 
 from legato.cli.options import config_option, ensure_pulled, model_option, open_store, settings_for
 from legato.config import check_exposure
+from legato.logs import set_up_logs
 
 __all__ = ["command"]
 
@@ -35,12 +35,12 @@ def command(
     """Serve the HTTP API until interrupted. The model is pulled if it is not here yet."""
     if demo and model is not None:
         raise click.UsageError("--demo serves no model; leave out --model.")
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     flags: dict[str, Any] = {"server": {"host": host, "port": port, "insecure": insecure or None}}
     if demo:
         model = "demo"
         flags["models"] = {model: {"engine": "scripted"}}
     settings = settings_for(config_file, model, flags)
+    set_up_logs(settings.server.log_format, verbose=verbose)
     with open_store(settings) as store:
         check_exposure(settings.server, has_keys=store.has_keys())
         ensure_pulled(settings)

@@ -27,24 +27,24 @@ from legato.config import LimitSettings, ServerSettings, Settings
 from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
 from legato.dialects.base import Answerer, Dialect, Encoder, Facts
 from legato.dialects.shapes import OPENAI
-from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound
+from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound, StoreUnavailable
 from legato.models import Model, Models, load_models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
 from legato.server.access import Access
-from legato.server.admin import admin_routes
+from legato.server.admin import admin_routes, check_admin
 from legato.server.connection import connections
 from legato.server.ledger import Ledger
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
 from legato.server.openapi import REPORT_HEADERS, describe
 from legato.server.queries import Query, ignored_header
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
-from legato.store import Key, Store
+from legato.server.watch import METRICS_TYPE, Watch
+from legato.store import ANYONE, Key, Store
 from legato.types import Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
 __all__ = ["create_app", "listen", "run_app", "serve"]
 
-_GRACE_S = 5
 _SEND_BUFFER_BYTES = 64 * 1024
 """What the system may hold for a client that does not read; by default it would grow to megabytes."""
 
@@ -53,6 +53,7 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
     """Build the application over models that are already loaded, and a store that is open."""
     gate = Gate(server, limits, Access(server.key_digests(), store))
     ledger = Ledger(store)
+    watch = Watch(models, store, traces_url=server.traces_url)
     started = int(time.time())
 
     def route(method: str, path: str, endpoint: Endpoint, *, is_public: bool = False) -> Route:
@@ -62,8 +63,8 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             await endpoints["GET" if scope["method"] == "HEAD" else scope["method"]](scope, receive, send)
 
-        takes_x_api_key = path in _LLAMACPP
-        guarded = Guarded(gate, _reply(path), endpoint, is_public=is_public, takes_x_api_key=takes_x_api_key)
+        checks = {"is_public": is_public, "takes_x_api_key": path in _LLAMACPP}
+        guarded = Guarded(gate, watch, path, _reply(path), endpoint, **checks)
         return Route(path, guarded, methods=[*endpoints])
 
     dialects: dict[str, Dialect] = {
@@ -82,6 +83,9 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
     }
     document = encode_json(describe(dialects, tuple(models.served), has_keys=bool(server.api_keys) or store.has_keys()))
 
+    def generation(path: str, dialect: Dialect) -> Route:
+        return route("POST", path, Generation(dialect, models, gate, ledger, watch))
+
     def query(method: str, path: str, answer: Answerer) -> Route:
         return route(method, path, Query(answer, models, started, gate))
 
@@ -95,6 +99,23 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
             counts[model.name] = {**places, "restarts": engine.get("restarts", 0)}
         body = encode_json({"status": "failed" if has_failed else "ok", "models": counts})
         await send_body(send, body, status=503 if has_failed else 200, headers={})
+
+    async def ready(scope: Scope, receive: Receive, send: Send) -> None:
+        """Whether requests would be answered; unlike `health`, also by what no new start of this process mends."""
+        failed = [model.name for model in models.own if model.engine.counters().get("failed")]
+        try:
+            await asyncio.to_thread(store.has_keys)
+            status = "engine failed" if failed else "ready"
+        except StoreUnavailable:
+            status = "store unavailable"
+        body = encode_json({"status": status})
+        await send_body(send, body, status=200 if status == "ready" else 503, headers={})
+
+    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["key"] != ANYONE:
+            check_admin(scope["key"])
+        body = await asyncio.to_thread(watch.metrics)
+        await send_body(send, body, status=200, headers={}, kind=METRICS_TYPE)
 
     async def list_models(scope: Scope, receive: Receive, send: Send) -> None:
         served = models.only(scope["key"].models).served
@@ -121,12 +142,13 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with ledger.kept():
-            yield
+        with watch.open():
+            async with ledger.kept():
+                yield
 
     app = Starlette(
         routes=[
-            *(route("POST", path, Generation(dialect, models, gate, ledger)) for path, dialect in dialects.items()),
+            *(generation(path, dialect) for path, dialect in dialects.items()),
             query("POST", "/tokenize", llamacpp.tokenize),
             query("POST", "/detokenize", llamacpp.detokenize),
             query("POST", "/apply-template", llamacpp.apply_template),
@@ -137,6 +159,8 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
             route("GET", "/v1/models/{name:path}", show_model),
             route("GET", "/openai/v1/models", list_models),
             route("GET", "/health", health, is_public=True),
+            route("GET", "/ready", ready, is_public=True),
+            route("GET", "/metrics", metrics),
             route("GET", "/openapi.json", show_document, is_public=True),
             *(routes(path, endpoints) for path, endpoints in admin_routes(store, gate).items()),
         ],
@@ -208,11 +232,12 @@ def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
 class Generation:
     """The endpoint of one dialect's path."""
 
-    def __init__(self, dialect: Dialect, models: Models, gate: Gate, ledger: Ledger) -> None:
+    def __init__(self, dialect: Dialect, models: Models, gate: Gate, ledger: Ledger, watch: Watch) -> None:
         self._dialect = dialect
         self._models = models
         self._gate = gate
         self._ledger = ledger
+        self._watch = watch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse, plan, run and answer."""
@@ -223,7 +248,8 @@ class Generation:
         model = self._models.only(key.models).resolve(request.model)
         run = await run_aside(receive, len(body), lambda: plan(request, model))
         async with self._ledger.account(key, run):
-            await self._answer(run, receive, send)
+            with self._watch.run(run, scope["notes"]):
+                await self._answer(run, receive, send)
 
     async def _answer(self, run: Run, receive: Receive, send: Send) -> None:
         request = run.request
@@ -232,12 +258,12 @@ class Generation:
         if request.output.stream:
             kind = self._dialect.stream_type
             headers["content-type"] = kind
-            async with aclosing(run.events()) as events:
+            async with aclosing(self._watch.events(run)) as events:
                 frames = _frames(run, encoder, events)
                 stream = send_stream(send, frames, encoder.failure, headers, KEEP_ALIVE[kind])
                 await while_connected(receive, stream)
         else:
-            drawn = await while_connected(receive, collect(run.events()))
+            drawn = await while_connected(receive, collect(self._watch.events(run)))
             answers = choose_best(drawn, run.num_drawn, request.num_choices)
             usage = total_usage([answer.usage for answer in drawn], run.num_drawn)
             await send_body(send, encoder.whole(answers, usage, _facts(run, usage)), status=200, headers=headers)
@@ -335,7 +361,7 @@ def listen(server: ServerSettings) -> socket.socket:
 
 
 async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, *, stop: asyncio.Event) -> None:
-    """Serve an application on a socket until `stop` is set; requests that run then have a few seconds to end."""
+    """Serve an application on a socket until `stop` is set; requests that run then have `limits.grace_s` to end."""
     config = uvicorn.Config(
         app,
         http=connections(limits.write_timeout_s),
@@ -343,7 +369,7 @@ async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, 
         log_config=None,
         lifespan="on",
         server_header=False,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=limits.grace_s,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
@@ -29,6 +28,7 @@ from legato.errors import (
 )
 from legato.server.access import Access
 from legato.server.streaming import ClientGone, send_body
+from legato.server.watch import Watch
 from legato.store import ANYONE, Key
 
 __all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "header"]
@@ -133,11 +133,16 @@ class Gate:
 
 
 class Guarded:
-    """An ASGI endpoint with the gate before it and error handling around it. `scope["key"]` tells it who asks."""
+    """An ASGI endpoint with the gate before it and error handling around it.
+
+    `scope["key"]` tells it who asks; what it puts into `scope["notes"]` is logged.
+    """
 
     def __init__(
         self,
         gate: Gate,
+        watch: Watch,
+        path: str,
         reply: Reply,
         endpoint: Endpoint,
         *,
@@ -145,6 +150,8 @@ class Guarded:
         takes_x_api_key: bool = False,
     ) -> None:
         self._gate = gate
+        self._watch = watch
+        self._path = path
         self._reply = reply
         self._endpoint = endpoint
         self._is_public = is_public
@@ -153,12 +160,17 @@ class Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         exchange = _Exchange(scope, receive, send)
-        started = time.perf_counter()
+        with self._watch.request(scope["method"], self._path, header(scope, b"traceparent")) as notes:
+            await self._answer({**scope, "notes": notes}, exchange)
+            notes |= {"request": exchange.id, "path": scope["path"], "status": exchange.status}
+
+    async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
         try:
             self._gate.check_host(scope)
             key = ANYONE
             if not self._is_public:
                 key = await self._gate.check_key(scope, takes_x_api_key=self._takes_x_api_key)
+            scope["notes"]["key"] = key.name
             await self._endpoint({**scope, "key": key}, exchange.receive, exchange.send)
         except ClientGone:
             exchange.status = 499
@@ -172,14 +184,6 @@ class Guarded:
                 LegatoError(f"something went wrong in the server; its log has the reason under {exchange.id}"),
                 self._reply,
             )
-        _log.info(
-            "%s %s %s %d %.1f ms",
-            exchange.id,
-            scope["method"],
-            scope["path"],
-            exchange.status,
-            1000 * (time.perf_counter() - started),
-        )
 
 
 class _Exchange:

@@ -117,10 +117,16 @@ async def _kept_alive(frames: AsyncGenerator[bytes, None], keep_alive: bytes) ->
 
 
 async def send_body(
-    send: Send, body: bytes, *, status: int, headers: Mapping[str, str], drain: Coroutine[Any, Any, None] | None = None
+    send: Send,
+    body: bytes,
+    *,
+    status: int,
+    headers: Mapping[str, str],
+    kind: str = "application/json",
+    drain: Coroutine[Any, Any, None] | None = None,
 ) -> None:
-    """Send a whole JSON body. `drain`, if given, runs after the client has it all and before the response ends."""
-    await _start(send, status, {**headers, "content-type": "application/json", "content-length": str(len(body))})
+    """Send a whole body. `drain`, if given, runs after the client has it all and before the response ends."""
+    await _start(send, status, {**headers, "content-type": kind, "content-length": str(len(body))})
     if drain is not None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await drain
