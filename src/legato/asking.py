@@ -97,6 +97,8 @@ class Dialect:
     """How one vendor is asked to continue."""
 
     base_url: str
+    key_variable: str
+    """The environment variable that has the key, as the vendor names it."""
     mark: Literal["prefix", "partial", "flags"] | None
     """How the message that is to be continued is marked; None: there is no way."""
     completions: str | None = "/completions"
@@ -117,21 +119,33 @@ class Dialect:
 DIALECTS: Mapping[str, Dialect] = {
     "legato": Dialect(
         "http://127.0.0.1:8080/v1",
+        "OPENAI_API_KEY",
         "prefix",
         gap="suffix",
         takes_name=True,
         takes_thinking=True,
         takes_instructions=True,
     ),
-    "maas": Dialect("https://api-ap-southeast-1.modelarts-maas.com/v2", "prefix", completions=None),
-    "moark": Dialect("https://moark.ai/v1", None, takes_instructions=True, tells_usage=False),
-    "dashscope": Dialect("https://dashscope-intl.aliyuncs.com/compatible-mode/v1", "partial", gap="markers"),
-    "kimi": Dialect(
-        "https://api.moonshot.ai/v1", "partial", completions=None, seed=None, takes_name=True, takes_thinking=True
+    "maas": Dialect("https://api-ap-southeast-1.modelarts-maas.com/v2", "MAAS_API_KEY", "prefix", completions=None),
+    "moark": Dialect("https://moark.ai/v1", "MOARK_API_KEY", None, takes_instructions=True, tells_usage=False),
+    "dashscope": Dialect(
+        "https://dashscope-intl.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY", "partial", gap="markers"
     ),
-    "deepseek": Dialect("https://api.deepseek.com/beta", "prefix", gap="suffix", takes_thinking=True),
+    "kimi": Dialect(
+        "https://api.moonshot.ai/v1",
+        "MOONSHOT_API_KEY",
+        "partial",
+        completions=None,
+        seed=None,
+        takes_name=True,
+        takes_thinking=True,
+    ),
+    "deepseek": Dialect(
+        "https://api.deepseek.com/beta", "DEEPSEEK_API_KEY", "prefix", gap="suffix", takes_thinking=True
+    ),
     "mistral": Dialect(
         "https://api.mistral.ai/v1",
+        "MISTRAL_API_KEY",
         "prefix",
         completions="/fim/completions",
         gap="suffix",
@@ -139,8 +153,8 @@ DIALECTS: Mapping[str, Dialect] = {
         tells_usage=False,
         replays=True,
     ),
-    "vllm": Dialect("http://127.0.0.1:8000/v1", "flags", gap="suffix", takes_thinking=True),
-    "openai": Dialect("https://api.openai.com/v1", None, gap="suffix"),
+    "vllm": Dialect("http://127.0.0.1:8000/v1", "OPENAI_API_KEY", "flags", gap="suffix", takes_thinking=True),
+    "openai": Dialect("https://api.openai.com/v1", "OPENAI_API_KEY", None, gap="suffix"),
 }
 """By name. The address is what comes before `/chat/completions`, as OpenAI's clients take it."""
 

@@ -30,6 +30,7 @@ __all__ = [
     "child_environment",
     "is_loopback",
     "load_settings",
+    "read_key",
     "worker_environment",
 ]
 
@@ -175,6 +176,11 @@ def load_settings(
         settings = replace(settings, models={default_model: ModelSettings()})
     _check(settings)
     return settings
+
+
+def read_key(variable: str) -> str | None:
+    """Return the key of a provider from the environment variable that has it; None: it is not set."""
+    return os.environ.get(variable) or None
 
 
 def child_environment(**extra: str) -> dict[str, str]:

@@ -17,7 +17,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.conftest import NO_TLS, SMALL, children, running, weights
+from legato.config import ServerSettings
+from tests.conformance.faulty import chunk, faulty, sse
+from tests.conftest import NO_TLS, SMALL, children, running, serve_script, weights
 
 LEGATO = (sys.executable, "-m", "legato")
 COMPLETE = ("complete", "--model", SMALL, "--max-tokens", "4")
@@ -387,3 +389,121 @@ def test_version_and_wrong_commands() -> None:
     assert re.fullmatch(rb"legato, version [\d.]+\n", output("--version"))
     assert run("compleet").returncode == 2
     assert b"No such command 'compleet'" in run("compleet").stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# write and chat
+
+START = "The history of the lighthouse at the northern cape beg"
+WRITE = ("write", "story.txt", "--model", SMALL)
+
+
+def write(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run `legato write` to its end, and return what it says on standard error."""
+    done = run(*WRITE[:2], *arguments, environment=environment)
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr.decode()
+    return done.stderr.decode()
+
+
+def test_a_file_is_continued_in_place_and_by_the_next_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "story.txt"
+    file.write_bytes(START.encode())
+    expected = output("complete", START, "--model", SMALL, "--max-tokens", "12", "--echo")
+    assert re.fullmatch(r"5 tokens, [0-9.]+ tokens/s, round 1, length\n", write("--model", SMALL, "--max-tokens", "5"))
+    assert START.encode() < file.read_bytes() < expected
+    write("--model", SMALL, "--max-tokens", "7")
+    assert file.read_bytes() == expected
+
+
+def test_what_is_written_ends_before_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "story.txt"
+    file.write_bytes(b"One, two, th")
+    assert "stop" in write("--model", SMALL, "--until", "three, four,")
+    assert file.read_text("utf-8") == "One, two, three, four,".removesuffix("ree, four,")
+
+
+def test_after_ctrl_c_what_is_there_stays_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "story.txt"
+    file.write_bytes(START.encode())
+    with started(*WRITE, "--max-tokens", "4000") as process:
+        deadline = time.monotonic() + 60
+        while file.stat().st_size < len(START) + 40:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        code, said = stop(process, signal.SIGINT)
+    assert code == 130
+    assert said.rstrip().endswith(b", interrupted")
+    left = file.read_text("utf-8")
+    assert left.startswith(START)
+    write("--model", SMALL, "--max-tokens", "4")
+    grown = file.read_text("utf-8")
+    assert output("complete", START, "--model", SMALL, "--max-tokens", "100", "--echo").decode().startswith(grown[:120])
+    assert grown.startswith(left)
+    assert len(grown) > len(left)
+
+
+def test_a_provider_continues_a_file_across_breaks(tmp_path: Path) -> None:
+    def script(number: int, path: str, body: Any) -> bytes:
+        assert (path, body["model"]) == ("/chat/completions", "m")
+        return sse(chunk(f" part {number},"), *([chunk(" the end.", "stop")] if number == 3 else []))
+
+    file = tmp_path / "story.txt"
+    file.write_bytes(b"Once")
+    with faulty(script) as server:
+        said = write("--provider", "maas", "--url", server.url, "--model", "m")
+    assert file.read_bytes() == b"Once part 0, part 1, part 2, part 3, the end."
+    assert said.endswith("round 1, stop\n")
+    assert server.bodies[2]["messages"][-1] == {
+        "role": "assistant",
+        "content": "Once part 0, part 1,",
+        "prefix": True,
+    }
+
+
+def test_the_key_of_a_provider_is_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "story.txt"
+    file.write_bytes(b"Once")
+    with serve_script([b" more"], server=ServerSettings(port=0, api_keys=("sk-key",))) as served:
+        provider = ("--provider", "maas", "--url", f"{served.url}/v2", "--model", "m")
+        write(*provider, environment={"MAAS_API_KEY": "sk-key"})
+        assert file.read_bytes() == b"Once more"
+        done = run(*WRITE[:2], *provider, environment={"MAAS_API_KEY": "sk-other"})
+    assert done.returncode == 1
+    assert b"legato: the server said 401" in done.stderr
+    assert file.read_bytes() == b"Once more"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("write", "nothing.txt"), b"'nothing.txt' does not exist"),
+        (("write", "story.txt", "--provider", "kimi"), b"--provider needs --model"),
+        (("chat", "--url", "http://127.0.0.1:1"), b"--url needs --provider"),
+        (("chat", "--provider", "bard", "--model", "m"), b"'bard' is not one of"),
+        (("write", "latin.txt"), b"latin.txt is not UTF-8: byte 1 is 0xe9"),
+    ],
+)
+def test_what_cannot_be_written(tmp_path: Path, arguments: Sequence[str], words: bytes) -> None:
+    (tmp_path / "story.txt").write_bytes(b"Once")
+    (tmp_path / "latin.txt").write_bytes(b"h\xe9")
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert words in done.stderr
+
+
+def test_a_chat_keeps_its_turns_its_prefix_and_its_role() -> None:
+    lines = b"Who are you?\r\nAnd where?\n"
+    arguments = ("--model", SMALL, "--prefix", "My", "--as", "Kelsier", "--max-tokens", "12")
+    first, second = output("chat", *arguments, stdin=lines).decode().splitlines()
+    assert first.startswith("My name is Kelsier")
+    assert second.startswith("My")
+    (alone,) = output("chat", *arguments, stdin=b"And where?\n").decode().splitlines()
+    assert alone != second
+    assert output("chat", *arguments, stdin=b"") == b""
+
+
+def test_a_chat_through_a_provider() -> None:
+    with faulty(lambda number, path, body: sse(chunk(f"{number}!", "stop"))) as server:
+        said = output("chat", "--provider", "kimi", "--url", server.url, "--model", "m", stdin=b"a\nb\n")
+    assert said == b"0!\n1!\n"
+    assert [turn["content"] for turn in server.bodies[1]["messages"]] == ["a", "0!", "b"]

@@ -19,7 +19,7 @@ from legato.errors import ConfigError, LegatoError, RequestError
 
 __all__ = ["group", "main"]
 
-_COMMANDS = ("complete", "doctor", "infill", "keys", "models", "pull", "serve", "usage")
+_COMMANDS = ("chat", "complete", "doctor", "infill", "keys", "models", "pull", "serve", "usage", "write")
 
 
 class _Commands(click.Group):

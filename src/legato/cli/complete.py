@@ -11,9 +11,8 @@ from pathlib import Path
 
 import click
 
-from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
+from legato.cli.options import config_option, decode, ensure_pulled, model_option, settings_for
 from legato.config import Settings
-from legato.errors import InvalidField
 from legato.types import CompletionRequest, Delta, Output, SamplingOptions, Text
 
 __all__ = ["command"]
@@ -72,22 +71,15 @@ def _read(text: str) -> str:
         InvalidField: it is not UTF-8.
     """
     if text == "-":
-        return _decode(sys.stdin.buffer.read(), "standard input")
+        return decode(sys.stdin.buffer.read(), "standard input")
     try:
         path = Path(text)
         is_file = path.is_file()
     except (OSError, ValueError):
         is_file = False
     if is_file:
-        return _decode(path.read_bytes(), text)
-    return _decode(text.encode("utf-8", "surrogateescape"), "TEXT")
-
-
-def _decode(data: bytes, source: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidField(f"{source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
+        return decode(path.read_bytes(), text)
+    return decode(text.encode("utf-8", "surrogateescape"), "TEXT")
 
 
 def _write(text: str) -> None:

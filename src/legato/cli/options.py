@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from legato.config import Settings, load_settings
+from legato.errors import InvalidField
 from legato.pull import CatalogEntry, default_model, find_entry, find_model, is_pulled, pull
 
 if TYPE_CHECKING:
     from legato.store import Store
 
-__all__ = ["config_option", "ensure_pulled", "model_option", "open_store", "pull_with_bar", "settings_for"]
+__all__ = ["config_option", "decode", "ensure_pulled", "model_option", "open_store", "pull_with_bar", "settings_for"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -36,6 +37,18 @@ def model_option(command: _Command) -> _Command:
     return click.option(
         "--model", help=f"Model name, or a GGUF file.  [default: {default_model()}, or what the settings file serves]"
     )(command)
+
+
+def decode(data: bytes, source: str) -> str:
+    """Return the text of a file or of what was typed.
+
+    Raises:
+        InvalidField: it is not UTF-8.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidField(f"{source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
 
 
 def settings_for(config_file: Path | None, model: str | None, flags: Mapping[str, Any] | None = None) -> Settings:
