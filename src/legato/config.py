@@ -109,8 +109,8 @@ class LimitSettings:
 class ModelSettings:
     """One served model."""
 
-    engine: str = field(default="llamacpp", metadata={"choices": ("llamacpp", "scripted")})
-    """`llamacpp`, or `scripted` for a demonstration without a model."""
+    engine: str = field(default="llamacpp", metadata={"choices": ("llamacpp", "scripted", "upstream")})
+    """`llamacpp`; `upstream` for a model on other servers; `scripted` for a demonstration without a model."""
     path: str = ""
     """A GGUF file; empty: the pulled model of this name."""
     context_length: int = _number(0, least=0, most=2**31 - 1)
@@ -123,6 +123,14 @@ class ModelSettings:
     """Most bytes of idle prompts and answers that had to leave the KV cache and can be read back."""
     spill_dir: str = ""
     """A folder where these are kept, also over a restart; empty: in memory."""
+    urls: tuple[str, ...] = ()
+    """Where the engine `upstream` finds its model: servers with OpenAI's completions, such as vLLM."""
+    upstream_model: str = ""
+    """What the model is called there; empty: the first one that a server lists."""
+    upstream_key: str = ""
+    """Sent there as a bearer token; empty: none."""
+    tokenizer: str = ""
+    """A folder with the model's `tokenizer.json`, `tokenizer_config.json` and `config.json`, for `upstream`."""
     reasoning_open: str = ""
     """What the model writes before it thinks; empty: what its chat template says."""
     reasoning_close: str = ""
@@ -376,6 +384,12 @@ def _check(settings: Settings) -> None:
                 f"`http://localhost:3000` with nothing after it, or `*`, got {origin!r}"
             )
     for name, model in settings.models.items():
+        for option in ("urls", "tokenizer", "upstream_model", "upstream_key"):
+            is_given, is_upstream = bool(getattr(model, option)), model.engine == "upstream"
+            if is_given and not is_upstream:
+                raise ConfigError(f'`models.{name}.{option}` needs `models.{name}.engine` to be "upstream"')
+            if is_upstream and not is_given and option in ("urls", "tokenizer"):
+                raise ConfigError(f'`models.{name}.engine` "upstream" needs `models.{name}.{option}`')
         if bool(model.reasoning_open) != bool(model.reasoning_close):
             given, missing = ("open", "close") if model.reasoning_open else ("close", "open")
             raise ConfigError(f"`models.{name}.reasoning_{given}` needs `models.{name}.reasoning_{missing}` beside it")

@@ -119,6 +119,8 @@ async def _start(name: str, settings: ModelSettings, data_dir: Path) -> Engine:
         scripted = ScriptedEngine()
         scripted.profile = _overridden(scripted.profile, settings)
         return scripted
+    if settings.engine == "upstream":
+        return await _upstream(settings)
     path = model_path(name, settings, data_dir)
     try:
         from legato.engines.llamacpp.engine import LlamaCppEngine
@@ -134,6 +136,23 @@ async def _start(name: str, settings: ModelSettings, data_dir: Path) -> Engine:
         spill_dir=_spill_dir(name, settings),
     )
     engine = await LlamaCppEngine.start(worker, worker_environment())
+    engine.profile = _overridden(engine.profile, settings)
+    return engine
+
+
+async def _upstream(settings: ModelSettings) -> Engine:
+    try:
+        from legato.engines.upstream.engine import UpstreamEngine
+
+        engine = await UpstreamEngine.start(
+            settings.urls,
+            model=settings.upstream_model,
+            key=settings.upstream_key,
+            folder=Path(settings.tokenizer),
+            context_length=settings.context_length,
+        )
+    except ImportError:
+        raise ConfigError("the engine `upstream` is not installed: `pip install 'legato[upstream]'`") from None
     engine.profile = _overridden(engine.profile, settings)
     return engine
 

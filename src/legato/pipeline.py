@@ -71,6 +71,8 @@ class Report:
     truncated: Mapping[str, int]
     """What an infill's context had no room for: characters of `prefix` and `suffix`, number of `files`."""
     ignored: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+    """What the model's engine cannot do for this answer: `canonical` sampling, or noise by the place in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +347,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
         clipped=("max_tokens",) if clipped else (),
         truncated=dict(cut for prompt in prompts for cut in prompt.cut),
         ignored=(*request.ignored, *_ignored(request, model)),
+        absent=tuple(_absent(request, sampling, model)),
     )
     return Run(request, model, tuple(jobs), num_drawn, report)
 
@@ -388,6 +391,15 @@ def _ignored(request: CompletionRequest, model: Model) -> Iterator[str]:
             yield f"{place}.reasoning_content"
     elif mark.name and mark.reasoning is not None and not mark.prefix:
         yield f"{place}.name"
+
+
+def _absent(request: CompletionRequest, sampling: Sampling, model: Model) -> Iterator[str]:
+    """Name the laws that the engine cannot keep for this answer."""
+    can = model.engine.capabilities
+    if request.seam.canonical and not can.canonical:
+        yield "canonical"
+    if sampling.temperature > 0 and not can.keyed_noise:
+        yield "keyed_noise"
 
 
 def _check_ids(name: str, ids: Iterable[int], model: Model) -> None:

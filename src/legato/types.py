@@ -449,8 +449,10 @@ class Capabilities:
 
     logprobs: bool
     score_prompt: bool
-    seam: bool
-    """Heal bytes, canonical sampling and keyed noise."""
+    canonical: bool
+    """Canonical sampling: a token only where the tokenizer would put it."""
+    keyed_noise: bool
+    """Noise by the place in the text, so that a sampled text does not depend on how it is cut."""
     ends: bool
     """`min_tokens`, `ignore_end` and `stop_ids`."""
     thinking: bool

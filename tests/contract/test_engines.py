@@ -6,6 +6,9 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -14,13 +17,23 @@ from legato.engines.base import Engine
 from legato.engines.llamacpp.engine import LlamaCppEngine
 from legato.engines.llamacpp.worker import WorkerSettings
 from legato.engines.scripted import Fault, Pause, ScriptedEngine
+from legato.engines.upstream.engine import UpstreamEngine
 from legato.errors import GenerationFailed
 from legato.prompting import render
 from legato.types import CompletionRequest, Job, Sampling, Step, Text
-from tests.conftest import SMALL, weights
+from tests.conftest import SMALL, serve_weights, weights
+from tests.tokenizers import write_tokenizer
 
-ENGINES = ["scripted", "llamacpp"]
+ENGINES = ["scripted", "llamacpp", "upstream"]
 LONG = "The keeper wrote in the log of the lighthouse, day after day. " * 120
+
+
+@lru_cache
+def folder() -> Path:
+    """The small model's tokenizer files."""
+    path = Path(mkdtemp())
+    write_tokenizer(weights(SMALL), path)
+    return path
 
 
 @asynccontextmanager
@@ -29,6 +42,13 @@ async def started(kind: str) -> AsyncIterator[Engine]:
     engine: Engine
     if kind == "scripted":
         engine = ScriptedEngine(tuple(part for _ in range(500) for part in (b"word ", Pause(0.005))))
+    elif kind == "upstream":
+        with serve_weights(SMALL) as served:
+            async with aclosing(
+                await UpstreamEngine.start([served.url], model=SMALL, key="", folder=folder())
+            ) as front:
+                yield front
+        return
     else:
         settings = WorkerSettings(weights(SMALL), context_length=4096, num_cells=0, num_threads=2)
         engine = await LlamaCppEngine.start(settings, worker_environment())

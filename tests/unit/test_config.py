@@ -107,7 +107,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (
             "[models.qwen2.5-coder]\npath = 'x.gguf'",
             "`models.qwen2.5-coder` (legato.toml) is no setting; known: context_length, engine, num_cells, "
-            "num_threads, path, reasoning_close, reasoning_open, spill_bytes, spill_dir; a name with dots needs quotes",
+            "num_threads, path, reasoning_close, reasoning_open, spill_bytes, spill_dir, "
+            "tokenizer, upstream_key, upstream_model, urls; a name with dots needs quotes",
         ),
     ],
 )
@@ -152,7 +153,7 @@ def test_a_model_name_may_have_dots() -> None:
         ("[limits]\nmax_running = 0", "`limits.max_running` (legato.toml) must be at least 1, got 0"),
         (
             "[models.m]\nengine = 'vllm'",
-            "`models.m.engine` (legato.toml) must be `llamacpp` or `scripted`, got 'vllm'",
+            "`models.m.engine` (legato.toml) must be `llamacpp` or `scripted` or `upstream`, got 'vllm'",
         ),
         (
             "[models.m]\nnum_cells = -1",
@@ -306,3 +307,18 @@ def test_the_environment_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tags_of_thinking_come_in_pairs() -> None:
     message = "`models.m.reasoning_open` needs `models.m.reasoning_close` beside it"
     assert refusal('[models.m]\nreasoning_open = "<think>"') == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[models.m]\nurls = ['http://a']", '`models.m.urls` needs `models.m.engine` to be "upstream"'),
+        ("[models.m]\nengine = 'upstream'", '`models.m.engine` "upstream" needs `models.m.urls`'),
+        (
+            "[models.m]\nengine = 'upstream'\nurls = ['http://a']",
+            '`models.m.engine` "upstream" needs `models.m.tokenizer`',
+        ),
+    ],
+)
+def test_an_upstream_needs_its_settings_and_no_other_engine_takes_them(text: str, message: str) -> None:
+    assert refusal(text) == message

@@ -67,7 +67,9 @@ class ByteTokenizer:
 class ScriptedEngine:
     """Plays `script(job)` for each Job, a Step per chunk, a token per byte."""
 
-    capabilities = Capabilities(logprobs=False, score_prompt=False, seam=False, ends=False, thinking=False)
+    capabilities = Capabilities(
+        logprobs=False, score_prompt=False, canonical=False, keyed_noise=False, ends=False, thinking=False
+    )
 
     def __init__(self, script: Script | Callable[[Job], Script] = DEMO, *, context_length: int = 4096) -> None:
         self._script = script

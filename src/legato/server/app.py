@@ -308,6 +308,7 @@ def _facts(run: Run, usage: Usage) -> Facts:
         "ignored": list(report.ignored),
         "clipped": list(report.clipped),
         "truncated": dict(report.truncated),
+        "absent": list(report.absent),
         "rounds": usage.num_rounds,
     }
 

@@ -88,6 +88,7 @@ class Report(_Object):
     ignored: list[str]
     clipped: list[str]
     truncated: dict[str, int]
+    absent: list[str]
     rounds: int
 
 

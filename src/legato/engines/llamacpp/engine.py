@@ -61,7 +61,9 @@ class _Live:
 class LlamaCppEngine:
     """One GGUF model, run by llama.cpp. Make it with `start`."""
 
-    capabilities = Capabilities(logprobs=True, score_prompt=True, seam=True, ends=True, thinking=True)
+    capabilities = Capabilities(
+        logprobs=True, score_prompt=True, canonical=True, keyed_noise=True, ends=True, thinking=True
+    )
 
     def __init__(self, settings: WorkerSettings, environment: Mapping[str, str]) -> None:
         self._settings = settings

@@ -1,0 +1,405 @@
+"""A Job as requests to a server that continues token ids: vLLM, SGLang, llama-server, or Legato itself.
+
+The seam is made of plain requests. *Replay* is one for a few tokens from the boundary. If they agree with the heal
+bytes, the answer goes on from them. Else the *covers* are scored: for every inner path one request for each of its
+tokens, and one for the last token, which a bias confines to those that begin with what is left of the heal bytes. The
+log-probabilities that come back are the model's own, and the server's prefix cache makes the requests short.
+
+What such a server cannot do is not done: noise by the key of a place, so that sampled text depends on how it was cut,
+and canonical sampling. `capabilities` says so, and the report names it.
+
+A request is made again elsewhere as long as nothing has come of it. A server that dies later loses the Job to another,
+which goes on from its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legato.engines.upstream.replicas import Replicas
+from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
+from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
+from legato.seam import Inner, Seam
+from legato.types import Capabilities, FinishReason, Job, ScoredToken, Step, Token
+
+__all__ = ["UpstreamEngine"]
+
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 600.0
+_MAX_BIASED = 300
+"""Tokens that a request may confine the choice to: vLLM takes no more."""
+_BIAS = 100.0
+_MAX_INNER = 6
+_MAX_TRIED = 4
+"""Last tokens tried for one inner path until one is canonical."""
+_MAX_FAILURES = 3
+"""Servers that a Job may lose until it is given up."""
+_ID = "token_id:"
+"""How vLLM writes a token in log-probabilities if it is asked for ids."""
+
+
+class _Lost(Exception):
+    """A server is gone, or cannot answer now; another may."""
+
+
+class UpstreamEngine:
+    """One model on one or more servers. Make it with `start`."""
+
+    capabilities = Capabilities(
+        logprobs=True, score_prompt=False, canonical=False, keyed_noise=False, ends=True, thinking=False
+    )
+
+    def __init__(self, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int) -> None:
+        import httpx2
+
+        self._httpx = httpx2
+        self._model = model
+        timeout = httpx2.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx2.AsyncClient(timeout=timeout, headers=headers, limits=limits)
+        self._replicas = Replicas(
+            [url.rstrip("/").removesuffix("/v1") for url in urls], asyncio.get_running_loop().time
+        )
+        self._num_running = 0
+        self.num_lost = 0
+        folder = folder.expanduser()
+        self.tokenizer = JsonTokenizer(folder)
+        self.seam = Seam(self.tokenizer)
+        self.profile = read_profile(folder, self.tokenizer, context_length)
+
+    @classmethod
+    async def start(
+        cls, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int = 0
+    ) -> UpstreamEngine:
+        """Read the tokenizer's files; servers are asked when there is something to ask.
+
+        Args:
+            urls: where the model is served, such as `http://gpu-1:8000`.
+            model: what it is called there; empty: the first one that a server lists.
+            key: sent as a bearer token; empty: none.
+            folder: the model's `tokenizer.json`, `tokenizer_config.json` and `config.json`.
+            context_length: in tokens; 0: what `config.json` says.
+
+        Raises:
+            ConfigError: the files do not suffice, or no server tells the model's name.
+        """
+        engine = cls(urls, model=model, key=key, folder=folder, context_length=context_length)
+        if not model:
+            engine._model = await engine._first_model()
+        return engine
+
+    async def generate(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Run a Job. Close the iterator to cancel it.
+
+        Raises:
+            EngineUnavailable: no server can be reached, or none has room.
+            GenerationFailed: one server after the other was lost, or one refuses what it was asked.
+        """
+        self._num_running += 1
+        num_lost = 0
+        is_accepted = False
+        try:
+            while True:
+                tokens: list[Token] = []
+                try:
+                    async with aclosing(self._run(job)) as steps:
+                        async for step in steps:
+                            if step.tokens or step.finish is not None or not is_accepted:
+                                yield step
+                            is_accepted = True
+                            tokens.extend(step.tokens)
+                            if step.finish is not None:
+                                return
+                except _Lost as error:
+                    num_lost += 1
+                    self.num_lost += 1
+                    if not is_accepted:
+                        raise EngineUnavailable(f"no server of this model answers: {error}") from None
+                    if num_lost >= _MAX_FAILURES:
+                        raise GenerationFailed(f"{num_lost} servers were lost, the last one: {error}") from None
+                job = job.resumed(tokens)
+        finally:
+            self._num_running -= 1
+
+    def counters(self) -> Mapping[str, int]:
+        """Return how many Jobs run, how often a server was lost, and how many are left alone now."""
+        return {"running": self._num_running, "lost": self.num_lost, "down": self._replicas.num_failed}
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    # -- one Job ------------------------------------------------------------------------------------------------------
+
+    async def _run(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Run a Job on one server, to its end or the server's."""
+        if job.prompt.heal:
+            healed = await self._heal(job)
+            num_written = sum(1 for _ in _beyond(healed, len(job.prompt.heal)))
+            yield Step()
+            is_over = num_written >= job.max_tokens
+            yield Step(tuple(healed), finish="length" if is_over else None)
+            if is_over:
+                return
+            job = job.resumed(healed)
+        async with aclosing(self._stream(job)) as steps:
+            async for step in steps:
+                yield step
+
+    async def _stream(self, job: Job) -> AsyncGenerator[Step, None]:
+        if job.max_tokens == 0:
+            await self._ask(job, job.prompt.ids, 1)  # Into the cache.
+            yield Step()
+            yield Step(finish="length")
+            return
+        body = {**self._body(job, job.prompt.ids, job.max_tokens), "stream": True}
+        finish: FinishReason | None = None
+        async with aclosing(self._events(job.prompt.ids, body)) as events:
+            is_accepted = False
+            async for event in events:
+                if not is_accepted:
+                    is_accepted = True
+                    yield Step()
+                choice = (event.get("choices") or [{}])[0]
+                tokens = self._tokens(choice, job)
+                reason = choice.get("finish_reason")
+                if tokens and reason is not None and tokens[-1].id in self._ends(job):
+                    tokens = tokens[:-1]
+                finish = None if reason is None else "length" if reason == "length" else "stop"
+                if tokens or finish is not None:
+                    yield Step(tokens, finish=finish)
+                if finish is not None:
+                    return
+        raise _Lost("the stream ended before the answer")
+
+    def _ends(self, job: Job) -> frozenset[int]:
+        return self.tokenizer.end_ids | frozenset(job.stop_ids)
+
+    # -- the seam -----------------------------------------------------------------------------------------------------
+
+    async def _heal(self, job: Job) -> list[Token]:
+        """Return the tokens that write the heal bytes; the last one may go beyond."""
+        prompt = job.prompt
+        spelling = self.seam.encode_after(prompt.ids, prompt.floor, prompt.heal)
+        choice = await self._ask(job, prompt.ids, len(spelling) + 2)
+        data, replayed = b"", []
+        for token in self._tokens(choice, job):
+            data += token.data
+            replayed.append(token)
+            if not (data.startswith(prompt.heal) or prompt.heal.startswith(data)):
+                break
+            if len(data) >= len(prompt.heal):
+                return replayed
+        inners = self.seam.inners(prompt.ids, prompt.floor, prompt.heal, spelling)
+        inners.sort(key=lambda inner: len(inner.ids) + len(inner.rest))
+        scored = await asyncio.gather(*(self._cover(job, inner) for inner in inners[:_MAX_INNER]))
+        found = [cover for cover in scored if cover is not None]
+        if not found:
+            return [Token(id, self.tokenizer.pieces[id]) for id in spelling]
+        if job.sampling.temperature == 0:
+            return max(found, key=lambda cover: cover[0])[1]
+        weights = np.array([score for score, _ in found]) / job.sampling.temperature
+        noise = np.random.default_rng([job.sampling.seed % 2**63, job.choice, prompt.origin]).gumbel(size=len(found))
+        return found[int((weights + noise).argmax())][1]
+
+    async def _cover(self, job: Job, inner: Inner) -> tuple[float, list[Token]] | None:
+        """Return the likeliest cover over an inner path and its joint log-probability; None: there is none."""
+        prompt, pieces = job.prompt, self.tokenizer.pieces
+        score, tokens = 0.0, []
+        for num, id in enumerate(inner.ids):
+            token = await self._choose(job, (*prompt.ids, *inner.ids[:num]), [id])
+            score += -math.inf if token.logprob is None else token.logprob
+            tokens.append(replace(token, id=id, data=pieces[id]))
+        rest = self.seam.candidates(inner.rest)
+        allowed = [int(id) for id in sorted(rest, key=lambda id: len(pieces[id]))[:_MAX_BIASED]]
+        context = (*prompt.ids, *inner.ids)
+        for _ in range(_MAX_TRIED):
+            if not allowed:
+                return None
+            token = await self._choose(job, context, allowed)
+            if token.id not in allowed:
+                return None
+            if self.seam.is_canonical(context, prompt.floor, token.id):
+                return score + (token.logprob or 0.0), [*tokens, token]
+            allowed.remove(token.id)
+        return None
+
+    async def _choose(self, job: Job, ids: Sequence[int], allowed: Sequence[int]) -> Token:
+        """Return the likeliest of some tokens behind `ids`, with its log-probability among all."""
+        bias = {str(id): _BIAS for id in allowed}
+        plain = replace(job, sampling=replace(job.sampling, temperature=0.0), min_tokens=0, logprobs=0)
+        choice = await self._ask(plain, ids, 1, logit_bias=bias)
+        tokens = self._tokens(choice, plain)
+        if not tokens:
+            return Token(-1, b"")
+        return tokens[0]
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _body(self, job: Job, ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Return a request. Fields that a server does not know do no harm: the defaults of others are turned off."""
+        sampling = job.sampling
+        return {
+            "model": self._model,
+            "prompt": list(ids),
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": {str(id): value for id, value in sampling.logit_bias.items()} or None,
+            "seed": (sampling.seed + job.choice) % 2**63,
+            "min_tokens": min(job.min_tokens, max_tokens),
+            "ignore_eos": job.ignore_end,
+            "stop_token_ids": list(job.stop_ids) or None,
+            "logprobs": job.logprobs,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            "seam": "none",
+        }
+
+    async def _ask(self, job: Job, ids: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+        """Return the choice of a request that is not streamed."""
+        body = {**self._body(job, ids, max_tokens), "stream": True, **fields}
+        choice: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": None}
+        async with aclosing(self._events(ids, body)) as events:
+            async for event in events:
+                for part in event.get("choices") or ():
+                    choice["text"] += part.get("text") or ""
+                    choice["token_ids"] += part.get("token_ids") or []
+                    for key, values in (part.get("logprobs") or {}).items():
+                        choice["logprobs"] = choice["logprobs"] or {}
+                        choice["logprobs"].setdefault(key, []).extend(values or [])
+                    if part.get("finish_reason") is not None:
+                        return {**choice, "finish_reason": part["finish_reason"]}
+        raise _Lost("the stream ended before the answer")
+
+    async def _events(self, ids: Sequence[int], body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a stream; servers are tried in turn until one has answered.
+
+        Raises:
+            _Lost: none answers, or the one that did is gone.
+        """
+        reason = "there is none"
+        for url in self._replicas.order(ids):
+            is_answered = False
+            try:
+                with self._replicas.running(url, ids):
+                    async with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                        if response.status_code != 200:
+                            self._refuse(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+                        async for event in _read_events(response.aiter_bytes()):
+                            if event.get("error"):
+                                raise _Lost(_message(event))
+                            is_answered = True
+                            yield event
+                        self._replicas.worked(url)
+                        return
+            except (_Lost, self._httpx.HTTPError) as error:
+                self._replicas.failed(url)
+                reason = f"{url}: {error or type(error).__name__}"
+                if is_answered:
+                    break
+        raise _Lost(reason)
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Raise what a server's refusal means.
+
+        Raises:
+            _Lost: it cannot answer now.
+            GenerationFailed: it never will.
+        """
+        try:
+            message = _message(json.loads(text))
+        except ValueError:
+            message = text[:200]
+        if status in (408, 429) or status >= 500:
+            raise _Lost(f"status {status}: {message}")
+        raise GenerationFailed(f"the model's server refuses the request ({status}): {message}")
+
+    async def _first_model(self) -> str:
+        """Return the name of the first model that a server lists.
+
+        Raises:
+            ConfigError: none does.
+        """
+        reason = "no address is set"
+        for url in self._replicas.order(()):
+            try:
+                response = await self._client.get(f"{url}/v1/models")
+                return str(response.raise_for_status().json()["data"][0]["id"])
+            except (self._httpx.HTTPError, ValueError, LookupError) as error:
+                reason = f"{url}: {error or type(error).__name__}"
+        raise ConfigError(f"no server tells the name of its model, so set `upstream_model` ({reason})")
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, choice: Mapping[str, Any], job: Job) -> tuple[Token, ...]:
+        """Return what a choice has written. A server that tells no ids gives text, which is tokenised."""
+        pieces = self.tokenizer.pieces
+        ids = choice.get("token_ids")
+        if not ids:
+            ids = self.tokenizer.encode((choice.get("text") or "").encode(), special=False)
+        if job.logprobs is None:
+            return tuple(Token(id, pieces[id]) for id in ids)
+        scores = choice.get("logprobs") or {}
+        own, tops = scores.get("token_logprobs") or (), scores.get("top_logprobs") or ()
+        return tuple(
+            Token(
+                id,
+                pieces[id],
+                own[at] if at < len(own) else None,
+                self._top(tops[at] or {}, job.logprobs) if at < len(tops) else (),
+            )
+            for at, id in enumerate(ids)
+        )
+
+    def _top(self, scores: Mapping[str, float], num: int) -> tuple[ScoredToken, ...]:
+        found = []
+        for name, logprob in scores.items():
+            ids = (
+                [int(name[len(_ID) :])] if name.startswith(_ID) else self.tokenizer.encode(name.encode(), special=True)
+            )
+            if len(ids) == 1:
+                found.append(ScoredToken(ids[0], self.tokenizer.pieces[ids[0]], logprob))
+        return tuple(sorted(found, key=lambda token: -token.logprob)[:num])
+
+
+def _beyond(tokens: Sequence[Token], num_bytes: int) -> list[Token]:
+    """Return the tokens that have bytes beyond the first `num_bytes`."""
+    end, found = 0, []
+    for token in tokens:
+        end += len(token.data)
+        if end > num_bytes:
+            found.append(token)
+    return found
+
+
+async def _read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON of server-sent events; lines end at line feeds only."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                yield json.loads(line[5:])
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, Mapping) else body
+    return str(error.get("message", error) if isinstance(error, Mapping) else error)[:200]
