@@ -38,6 +38,7 @@ NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--crashes", type=int, default=12, help="How often the worker is killed under streams.")
+    parser.addoption("--documents", type=int, default=14, help="How many documents of 40 schemas are cut.")
 
 
 @pytest.fixture

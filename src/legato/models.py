@@ -6,10 +6,11 @@ It receives settings and returns `Models`, which turn a name into a `Model`. It 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from legato.admission import Admission
+from legato.checker import Checker
 from legato.config import LimitSettings, ModelSettings, Settings, worker_environment
 from legato.engines.base import Engine
 from legato.engines.scripted import ScriptedEngine
@@ -28,6 +29,7 @@ class Model:
     name: str
     engine: Engine
     admission: Admission
+    checker: Checker = field(default_factory=Checker)
 
 
 class Models:
@@ -76,8 +78,9 @@ class Models:
         return model
 
     async def aclose(self) -> None:
-        """Close every engine."""
+        """Close every engine, and what belongs to it."""
         for model in self._models.values():
+            model.checker.close()
             await model.engine.aclose()
 
 

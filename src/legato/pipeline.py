@@ -28,6 +28,7 @@ from legato.types import (
     Answer,
     Chat,
     CompletionRequest,
+    Constraint,
     Delta,
     Finished,
     FinishReason,
@@ -325,7 +326,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     sampling = _settle(request.sampling, seed, bias)
     request = replace(request, model=request.model or model.name, sampling=replace(request.sampling, seed=seed))
     num_drawn = request.num_drawn or request.num_choices
-    jobs = []
+    jobs: list[Job] = []
     clipped = False
     for prompt in prompts:
         room = engine.profile.context_length - prompt.num_tokens
@@ -338,9 +339,10 @@ def plan(request: CompletionRequest, model: Model) -> Run:
                 param="min_tokens",
             )
         clipped = clipped or (request.max_tokens or 0) > room
-        for choice in range(num_drawn):
-            job = _job(request, prompt, choice, min(wanted, room), sampling, reference, _stop_ids(request, model))
-            jobs.append(replace(job, max_round_tokens=size, thinking=_thinking(request, job, model)))
+        job = _job(request, prompt, min(wanted, room), sampling, reference, _stop_ids(request, model))
+        job = replace(job, max_round_tokens=size, thinking=_thinking(request, job, model))
+        job = replace(job, constraint=_constraint(request, job, model))
+        jobs += [replace(job, id=secrets.token_hex(12), choice=choice) for choice in range(num_drawn)]
     report = Report(
         seed=seed,
         healed_bytes=tuple(len(prompt.heal) for prompt in prompts),
@@ -374,6 +376,7 @@ def _check_capabilities(request: CompletionRequest, model: Model) -> None:
         ("ignore_eos", stops.ignore_end, can.ends),
         ("stop_token_ids", bool(stops.token_ids), can.ends),
         *((name, True, can.thinking) for name in bounds),
+        *((option.field, True, can.constraints) for option in (request.constraint,) if option is not None),
     ):
         if is_asked and not is_possible:
             raise UnsupportedFeature(f"`{name}` is not something that the engine of `{model.name}` can do", param=name)
@@ -412,15 +415,15 @@ def _check_ids(name: str, ids: Iterable[int], model: Model) -> None:
 def _job(
     request: CompletionRequest,
     prompt: Prompt,
-    choice: int,
     max_tokens: int,
     sampling: Sampling,
     reference: tuple[int, ...],
     stop_ids: tuple[int, ...],
 ) -> Job:
+    """Return the first choice's Job, yet without an id, thinking and constraint."""
     return Job(
-        id=secrets.token_hex(12),
-        choice=choice,
+        id="",
+        choice=0,
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=sampling,
@@ -469,6 +472,45 @@ def _thinking(request: CompletionRequest, job: Job, model: Model) -> Thinking | 
         room -= len(open_ids)
     limit = max(min(int((asked.effort or 0) * job.max_tokens), room), num_thought)
     return replace(thinking, max_tokens=limit, max_delay=max(0, min(_MAX_DELAY, room - limit)))
+
+
+def _constraint(request: CompletionRequest, job: Job, model: Model) -> Constraint | None:
+    """Settle where the constrained text begins, and see that it can go on as it does."""
+    asked, prompt = request.constraint, job.prompt
+    if asked is None:
+        return None
+    if isinstance(request.source, Infill):
+        raise UnsupportedFeature(f"`{asked.field}` cannot be used where a gap is filled", param=asked.field)
+    is_marked = isinstance(request.source, Chat)
+    start = (0 if is_marked else len(prompt.prefix)) if asked.start is None else asked.start
+    if start > len(prompt.prefix):
+        raise InvalidField(
+            f"`constraint_start` must be at most {len(prompt.prefix)}, the length of what is continued, got {start}",
+            param="constraint_start",
+        )
+    pieces = model.engine.tokenizer.pieces
+    channels = Channels.of(job, pieces, is_begun=True)
+    if channels.channel != "content":
+        return Constraint(model.checker.check(asked, "", is_after_thinking=True), None)
+    if is_marked and asked.start is None and job.thinking is not None:
+        open, close = (
+            b"".join(pieces[id] for id in ids).decode() for ids in (job.thinking.open_ids, job.thinking.close_ids)
+        )
+        if prompt.prefix.startswith(open):  # The thinking was sent as a part of the content.
+            start = prompt.prefix.index(close) + len(close)
+    begun = prompt.prefix[start:]
+    data = begun.encode()
+    lead = b""
+    if len(data) < len(prompt.heal):
+        # The engine writes what stands before the constrained text again, so the grammar has to begin with it.
+        lead = prompt.heal[: len(prompt.heal) - len(data)]
+        at = len(prompt.ids)
+        while 0x80 <= lead[0] < 0xC0 and at > prompt.floor:
+            at -= 1
+            lead = pieces[prompt.ids[at]] + lead
+    before = len(prompt.prefix[:start].encode())
+    grammar = model.checker.check(asked, begun, lead=lead.decode(), num_before=before)
+    return Constraint(grammar, prompt.origin + len(prompt.heal) - len(data) - len(lead))
 
 
 def _cache_salt(request: CompletionRequest) -> str:

@@ -9,8 +9,8 @@ there is no generator to save, ship or rewind: the same place in the same text m
 came in one round or in ten. Adding Gumbel noise to log-probabilities and taking the largest samples from the
 distribution (Gumbel 1954; Maddison et al. 1411.0030). Greedy is the case without noise.
 
-Order: bias, penalties, temperature, top-k, top-p, min-p, noise, then the caller's `accept`; if that refuses a token,
-the next best.
+Order: bias, penalties, mask, temperature, top-k, top-p, min-p, noise, then the caller's `accept`; if that refuses a
+token, the next best.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = ["COVERS", "TOKENS", "Sampler", "gumbel", "log_softmax", "noise_key", 
 
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 TOKENS = 0
 """The noise stream of ordinary choices."""
@@ -126,7 +127,15 @@ class Sampler:
             sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
         )
 
-    def choose(self, row: Row, *, offset: int, counts: Mapping[int, int], accept: Callable[[int], bool]) -> int:
+    def choose(
+        self,
+        row: Row,
+        *,
+        offset: int,
+        counts: Mapping[int, int],
+        accept: Callable[[int], bool],
+        allowed: Mask | None = None,
+    ) -> int:
         """Return the best token that `accept` takes.
 
         Args:
@@ -135,8 +144,14 @@ class Sampler:
             counts: how often each id stands in the text before it; read only if `has_penalties`.
             accept: refuses tokens that may not stand here. If it refuses everything likely, the first choice is
             returned.
+            allowed: says of every id whether it may be chosen at all; None: all may.
+
+        Raises:
+            ValueError: none may be.
         """
-        scores = self.adjusted(row, counts)
+        scores = self.adjusted(row, counts, allowed)
+        if allowed is not None and scores.max() == -np.inf:
+            raise ValueError("no token is allowed here")
         first = token = self._best(scores, offset)
         for refusals in range(_MAX_REFUSALS):
             if accept(token):
@@ -144,11 +159,17 @@ class Sampler:
             if refusals == 0 and scores is row:
                 scores = row.copy()
             scores[token] = -np.inf
+            if scores.max() == -np.inf:
+                break
             token = self._best(scores, offset)
         return first
 
-    def adjusted(self, row: Row, counts: Mapping[int, int]) -> Row:
-        """Return the row with bias and penalties applied; the row itself if there are none."""
+    def adjusted(self, row: Row, counts: Mapping[int, int], allowed: Mask | None = None) -> Row:
+        """Return the row with bias, penalties and mask applied; the row itself if there are none."""
+        scores = self._penalised(row, counts)
+        return scores if allowed is None else np.where(allowed, scores, np.float32(-np.inf))
+
+    def _penalised(self, row: Row, counts: Mapping[int, int]) -> Row:
         sampling = self._sampling
         if not self._bias_ids.size and not (self.has_penalties and counts):
             return row
@@ -163,9 +184,9 @@ class Sampler:
             scores[ids] = seen - sampling.presence_penalty - sampling.frequency_penalty * num
         return scores
 
-    def cover_logprobs(self, row: Row, counts: Mapping[int, int]) -> NDArray[np.float64]:
-        """Log-probabilities for scoring covers: bias, penalties and temperature, without the cuts."""
-        scores = self.adjusted(row, counts)
+    def cover_logprobs(self, row: Row, counts: Mapping[int, int], allowed: Mask | None = None) -> NDArray[np.float64]:
+        """Log-probabilities for scoring covers: bias, penalties, mask and temperature, without the cuts."""
+        scores = self.adjusted(row, counts, allowed)
         temperature = self._sampling.temperature
         return log_softmax(scores / np.float32(temperature) if temperature else scores)
 

@@ -19,6 +19,9 @@ __all__ = [
     "Channel",
     "Chat",
     "CompletionRequest",
+    "Constraint",
+    "ConstraintKind",
+    "ConstraintOptions",
     "Delta",
     "File",
     "FinishReason",
@@ -56,6 +59,7 @@ REST_OF_CONTEXT = -1
 FinishReason = Literal["stop", "length", "repetition", "error", "cancelled"]
 Channel = Literal["content", "reasoning"]
 GapEnd = Literal["suffix", "line", "block"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,21 @@ class Stops:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintOptions:
+    """What prefix and answer must be, as one text."""
+
+    kind: ConstraintKind
+    text: str
+    """A JSON schema, a pattern, a JSON list of texts, or a grammar in GBNF or Lark's notation."""
+    field: str
+    """Name of the request's field that says so."""
+    start: int | None = None
+    """Characters of the prefix before the constrained text. None: on a marked prefix, none; on a raw prompt, all."""
+    whitespace: str | None = None
+    """The pattern of white space in JSON; empty: there is none. None: the usual."""
+
+
+@dataclass(frozen=True, slots=True)
 class SeamOptions:
     """Both are on unless the caller turns them off."""
 
@@ -263,6 +282,7 @@ class CompletionRequest:
     num_drawn: int | None = None
     """Choices to write for each prompt, of which the `num_choices` likeliest are returned; None: no more than those."""
     stops: Stops = Stops()
+    constraint: ConstraintOptions | None = None
     seam: SeamOptions = SeamOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     output: Output = Output()
@@ -359,6 +379,16 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a Job's text must be."""
+
+    grammar: str
+    """As `constraint.Compiler` takes it."""
+    start: int | None
+    """Byte offset, in the whole rendered text, of its beginning. None: it begins where the thinking ends."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One continuation to run: everything is settled, so it can be replayed."""
 
@@ -375,6 +405,7 @@ class Job:
     ignore_end: bool = False
     stop_ids: tuple[int, ...] = ()
     thinking: Thinking | None = None
+    constraint: Constraint | None = None
     logprobs: int | None = None
     score_prompt: bool = False
     reference: tuple[int, ...] = ()
@@ -427,6 +458,7 @@ class Job:
         if thinking is not None:
             open_ids, close_ids = tuple(thinking.pop("open_ids")), tuple(thinking.pop("close_ids"))
             thinking = Thinking(open_ids, close_ids, **thinking)
+        constraint = values.pop("constraint")
         return cls(
             prompt=replace(
                 Prompt(**prompt),
@@ -437,6 +469,7 @@ class Job:
             ),
             sampling=Sampling(**sampling, logit_bias=bias),
             thinking=thinking,
+            constraint=None if constraint is None else Constraint(**constraint),
             reference=tuple(values.pop("reference")),
             stop_ids=tuple(values.pop("stop_ids")),
             **values,
@@ -457,6 +490,8 @@ class Capabilities:
     """`min_tokens`, `ignore_end` and `stop_ids`."""
     thinking: bool
     """Ending the thinking after so many tokens."""
+    constraints: bool
+    """Keeping to a grammar."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_a_model_that_does_not_think_says_what_it_ignores() -> None:
         ({**OFF, "reasoning_effort": "low"}, "thinking", "`reasoning_effort` turns thinking on, but `thinking` turns"),
         ({**ON, "thinking_budget": 0}, "thinking_budget", "`thinking` turns thinking on, but `thinking_budget` turns"),
         ({"thinking_budget": 9, "reasoning_effort": "low"}, "thinking_budget", "cannot be used together"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not built yet"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "at byte 0 of it stands 'No'"),
         ({"messages": [partial("a"), PRIME]}, "messages", "only the last message"),
         ({"messages": [{**PRIME, "partial": True}]}, "messages", "not `assistant`"),
         ({"messages": [PRIME, {"role": "assistant", "partial": True}]}, "messages", "is required to be continued"),

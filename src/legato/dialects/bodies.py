@@ -16,10 +16,19 @@ from pydantic import ConfigDict, Field
 
 from legato.blocks import LANGUAGES
 from legato.dialects.base import Body, unknown_fields
+from legato.dialects.constraints import (
+    SCHEMA,
+    Choices,
+    ResponseFormat,
+    StructuredOutputs,
+    constraints,
+    only_constraint,
+)
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.types import (
     Chat,
     CompletionRequest,
+    ConstraintOptions,
     File,
     Infill,
     Mark,
@@ -108,8 +117,14 @@ class CommonBody(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's.
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[str | dict[str, Any] | bool | None, Field(description=SCHEMA)] = None
+    guided_regex: str | None = None
+    guided_choice: Choices = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[
@@ -121,6 +136,7 @@ class CommonBody(Body):
     seam: Literal["heal", "none"] = "heal"
     canonical: bool = True
     stop_across_seam: bool | None = None
+    constraint_start: Annotated[int, Field(ge=0)] | None = None
     timeout_s: Annotated[float | None, Field(gt=0, description="a number > 0")] = None
     prediction: Prediction | None = None
     deterministic: bool = False
@@ -139,15 +155,12 @@ class CommonBody(Body):
         ignored: Sequence[str] = (),
     ) -> CompletionRequest:
         """Return the request, once the dialect has read what is its own; `output` says what it wants shown."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise UnsupportedFeature(
-                f"`response_format` must be {{'type': 'text'}}, got {str(self.response_format)[:80]}: "
-                "constrained answers are not built yet",
-                param="response_format",
-            )
         if self.stream_options is not None and not self.stream:
             raise InvalidField("`stream_options` is only allowed when `stream` is true", param="stream_options")
         strings, token_ids = read_stops(self.stop, max_stops=self.max_stops)
+        constraint = only_constraint(self._constraints())
+        if constraint is not None:
+            constraint = replace(constraint, start=self.constraint_start)
         return CompletionRequest(
             model=self.model,
             source=source,
@@ -173,6 +186,7 @@ class CommonBody(Body):
                 ignore_end=self.ignore_eos,
                 at_cycle=self.detect_loops,
             ),
+            constraint=constraint,
             seam=SeamOptions(heal=self.seam == "heal", canonical=self.canonical and self.seam == "heal"),
             output=replace(
                 output,
@@ -185,19 +199,31 @@ class CommonBody(Body):
             prediction=_joined(self.prediction.content) if self.prediction else "",
             deterministic=self.deterministic,
             cache_salt=self.cache_salt or "",
-            ignored=(
-                *unknown_fields(self),
-                *_unknown_options("stream_options", self.stream_options),
-                *_unknown_options("auto_continue", self.auto_continue),
-                *ignored,
-            ),
+            ignored=(*unknown_fields(self), *self._unused(constraint), *ignored),
         )
 
+    def _constraints(self) -> Iterator[ConstraintOptions]:
+        """Yield what the answer is to keep to, field by field."""
+        if self.response_format is not None:
+            yield from self.response_format.constraints()
+        if self.structured_outputs is not None:
+            yield self.structured_outputs.constraint()
+        given = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        yield from constraints(given, "guided_{}", self.guided_whitespace_pattern)
 
-def _unknown_options(field: str, options: Body | None) -> Iterator[str]:
-    """Name what an object has and nothing reads."""
-    for name in unknown_fields(options) if options else ():
-        yield f"{field}.{name}"
+    def _unused(self, constraint: ConstraintOptions | None) -> Iterator[str]:
+        """Name what stands inside of fields and nothing reads, and what says how to constrain where nothing is."""
+        for name in ("stream_options", "auto_continue", "response_format", "structured_outputs"):
+            value = getattr(self, name)
+            yield from (f"{name}.{inner}" for inner in unknown_fields(value)) if value is not None else ()
+        for name in ("constraint_start", "guided_whitespace_pattern"):
+            if constraint is None and getattr(self, name) is not None:
+                yield name
 
 
 def _rounds(asked: AutoContinue | None) -> Rounds | None:

@@ -29,6 +29,7 @@ from legato.dialects.bodies import (
     read_stops,
     stop_field,
 )
+from legato.dialects.constraints import json_constraint, text_constraint
 from legato.errors import InvalidField, LegatoError, PromptTooLong, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,
@@ -36,6 +37,7 @@ from legato.types import (
     Answer,
     Chat,
     CompletionRequest,
+    ConstraintOptions,
     Delta,
     File,
     Finished,
@@ -102,17 +104,18 @@ class _GenerationBody(Body):
     return_tokens: bool = False
     cache_prompt: bool = True
     grammar: str = ""
-    json_schema: dict[str, Any] | None = None
+    json_schema: Annotated[dict[str, Any] | bool | None, Field(description="a JSON schema")] = None
+    constraint_start: Annotated[int, Field(ge=0)] | None = None
 
     def request(self, source: Source, *, ignored: Sequence[str] = ()) -> CompletionRequest:
         """Return the request, once the route has read its own fields."""
-        for name, is_asked in (
-            ("grammar", self.grammar),
-            ("json_schema", self.json_schema is not None),
-            ("post_sampling_probs", self.post_sampling_probs),
-        ):
-            if is_asked:
-                raise UnsupportedFeature(f"`{name}` is not built yet, got {getattr(self, name)!r:.80}", param=name)
+        if self.post_sampling_probs:
+            raise UnsupportedFeature("`post_sampling_probs` is not built yet, got True", param="post_sampling_probs")
+        constraint = self._constraint()
+        if self.grammar and self.json_schema is not None:
+            ignored = (*ignored, "json_schema")
+        if constraint is None and self.constraint_start is not None:
+            ignored = (*ignored, "constraint_start")
         if self.repeat_last_n > 0:
             ignored = (*ignored, "repeat_last_n")
         limits = (self.max_completion_tokens, self.max_tokens, self.n_predict)
@@ -125,12 +128,18 @@ class _GenerationBody(Body):
             max_tokens=REST_OF_CONTEXT if limit == -1 else limit,
             num_choices=self.n_cmpl if self.n is None else self.n,
             stops=Stops(strings=read_stops(self.stop)[0], ignore_end=self.ignore_eos),
+            constraint=constraint and replace(constraint, start=self.constraint_start),
             output=Output(stream=self.stream, logprobs=num_probs or None, token_ids=self.stream or self.return_tokens),
             max_reading_s=self.t_max_prompt_ms / 1000 if self.t_max_prompt_ms else None,
             max_writing_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
             deterministic=not self.cache_prompt,
             ignored=(*unknown_fields(self), *ignored),
         )
+
+    def _constraint(self) -> ConstraintOptions | None:
+        if self.grammar:
+            return text_constraint("grammar", self.grammar, "grammar")
+        return None if self.json_schema is None else json_constraint(self.json_schema, "json_schema")
 
     def _sampling(self) -> SamplingOptions:
         has_penalties = self.repeat_last_n != 0

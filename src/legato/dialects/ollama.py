@@ -15,6 +15,7 @@ from pydantic import Field
 from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
 from legato.dialects.bodies import EFFORTS, Penalty, Seed, Temperature, read_stops, stop_field
+from legato.dialects.constraints import json_constraint
 from legato.errors import InvalidField, LegatoError, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,
@@ -22,6 +23,7 @@ from legato.types import (
     Answer,
     Chat,
     CompletionRequest,
+    ConstraintOptions,
     Delta,
     Finished,
     FinishReason,
@@ -89,12 +91,19 @@ class _GenerateBody(Body):
         """Refuse what is not there."""
         if self.raw and (self.template or self.system or self.context):
             raise InvalidField("raw mode does not support template, system, or context", param="raw")
-        for name in ("template", "context", "images", "format"):
+        for name in ("template", "context", "images"):
             value = getattr(self, name)
             if value:
                 raise UnsupportedFeature(f"`{name}` is not supported, got {value!r:.80}", param=name)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidField("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
+
+    @property
+    def constraint(self) -> ConstraintOptions | None:
+        """What the answer must be."""
+        if not self.format:
+            return None
+        return json_constraint({"type": "object"} if self.format == "json" else self.format, "format")
 
     @property
     def reasoning(self) -> ReasoningOptions:
@@ -150,6 +159,7 @@ class GenerateDialect:
             ),
             max_tokens=REST_OF_CONTEXT if options.num_predict < 0 else options.num_predict,
             stops=Stops(strings=read_stops(options.stop)[0]),
+            constraint=read.constraint,
             reasoning=read.reasoning,
             output=Output(stream=read.stream, logprobs=(read.top_logprobs or 0) if read.logprobs else None),
             ignored=tuple(read.ignored),

@@ -68,7 +68,13 @@ class ScriptedEngine:
     """Plays `script(job)` for each Job, a Step per chunk, a token per byte."""
 
     capabilities = Capabilities(
-        logprobs=False, score_prompt=False, canonical=False, keyed_noise=False, ends=False, thinking=False
+        logprobs=False,
+        score_prompt=False,
+        canonical=False,
+        keyed_noise=False,
+        ends=False,
+        thinking=False,
+        constraints=False,
     )
 
     def __init__(self, script: Script | Callable[[Job], Script] = DEMO, *, context_length: int = 4096) -> None:

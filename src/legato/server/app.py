@@ -246,7 +246,8 @@ class Generation:
         asked = self._dialect.parse(parse_body(body))
         request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
         model = self._models.only(key.models).resolve(request.model)
-        run = await run_aside(receive, len(body), lambda: plan(request, model))
+        is_slow = request.constraint is not None
+        run = await run_aside(receive, len(body), lambda: plan(request, model), is_slow=is_slow)
         async with self._ledger.account(key, run):
             with self._watch.run(run, scope["notes"]):
                 await self._answer(run, receive, send)

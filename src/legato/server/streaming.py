@@ -47,13 +47,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def run_aside(receive: Receive, num_bytes: int, work: Callable[[], _Result]) -> _Result:
-    """Run `work`, in a thread if it is over a large body.
+async def run_aside(receive: Receive, num_bytes: int, work: Callable[[], _Result], *, is_slow: bool = False) -> _Result:
+    """Run `work`, in a thread if it is slow, or over a large body.
 
     Raises:
         ClientGone: the client went away meanwhile.
     """
-    if num_bytes <= _ASIDE_BYTES:
+    if num_bytes <= _ASIDE_BYTES and not is_slow:
         return work()
     return await while_connected(receive, asyncio.to_thread(work))
 

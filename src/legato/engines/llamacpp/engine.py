@@ -62,7 +62,13 @@ class LlamaCppEngine:
     """One GGUF model, run by llama.cpp. Make it with `start`."""
 
     capabilities = Capabilities(
-        logprobs=True, score_prompt=True, canonical=True, keyed_noise=True, ends=True, thinking=True
+        logprobs=True,
+        score_prompt=True,
+        canonical=True,
+        keyed_noise=True,
+        ends=True,
+        thinking=True,
+        constraints=True,
     )
 
     def __init__(self, settings: WorkerSettings, environment: Mapping[str, str]) -> None:

@@ -37,16 +37,19 @@ truncates the cache to what is still true. So preemption, when cells run out, is
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.constraint import Compiler
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
 from legato.engines.llamacpp.drafts import Drafter
+from legato.engines.llamacpp.guide import Guide
 from legato.engines.llamacpp.spill import Spill
 from legato.engines.llamacpp.thinking import Budget
 from legato.errors import GenerationFailed
@@ -79,6 +82,8 @@ _MAX_RETAINED = 4096
 """Tokens of retained sequences that a compaction keeps, shared heads counted once; the most recently used stay."""
 _MAX_BRANCHES = 6
 """Inner paths scored on copies for one Job; the least likely beyond it are left out."""
+_POLL_S = 0.005
+"""How long a step waits for a constraint that is compiled while nothing else is to be done."""
 _MARGIN = 10.0
 """When sampling, an inner path is left out if it would need Gumbel noise this far above a cover already found (1 in
 22,000).
@@ -130,6 +135,10 @@ class _Sequence:
     tags: frozenset[int]
     """Ids of the thinking's tags: control tokens that may be written."""
     budget: Budget
+    compiling: Future[Guide] | None = None
+    """The guide of a Job with a constraint, while it is made; it has no place until then."""
+    guide: Guide | None = None
+    """Behind `tokens`; while healing, behind the kept ones."""
     id: int = -1
     num_fed: int = 0
     first_wanted: int = 0
@@ -197,6 +206,10 @@ class _Sequence:
         """Who may share its entries: a deterministic Job only takes what was computed in exact calls."""
         return f"{self.job.cache_salt}{' deterministic' if self.job.deterministic else ''}"
 
+    def guide_behind(self, path: tuple[int, ...]) -> Guide | None:
+        """Return the guide of a choice behind `path`."""
+        return None if self.guide is None else self.guide.behind(path)
+
     def counts_with(self, path: tuple[int, ...]) -> Mapping[int, int]:
         """Return the counts that a choice behind `path` sees."""
         return self.counts + Counter(path) if path and self.sampler.has_penalties else self.counts
@@ -215,11 +228,14 @@ class Scheduler:
         max_sequences: int,
         spill: Spill,
     ) -> None:
+        vocabulary = model.vocabulary
         self._model = model
         self._seam = seam
-        self._pieces = model.vocabulary.pieces
-        self._end_ids = model.vocabulary.end_ids
-        self._banned = model.vocabulary.control_ids - model.vocabulary.end_ids
+        self._pieces = vocabulary.pieces
+        self._end_ids = vocabulary.end_ids
+        self._banned = vocabulary.control_ids - vocabulary.end_ids
+        self._compiler = Compiler(vocabulary.pieces, vocabulary.control_ids, vocabulary.end_ids)
+        self._compiling = ThreadPoolExecutor(max_workers=1)
         self._context_length = context_length
         self._batch = Batch(max_batch)
         self._spare, self._grave = max_sequences - 1, max_sequences - 2
@@ -267,6 +283,9 @@ class Scheduler:
         )
         if sequence.sampler.has_penalties:
             sequence.counts.update(prompt.ids[prompt.floor :])
+        if job.constraint is not None:
+            guide = partial(Guide, job, self._compiler, self._pieces, self._seam, ends, prompt.ids)
+            sequence.compiling = self._compiling.submit(guide)
         self._waiting.append(sequence)
 
     def cancel(self, job_id: str) -> None:
@@ -315,6 +334,8 @@ class Scheduler:
         What can be said without a decode is returned before one is made.
         """
         self._out = []
+        if not self._running and (compiling := [item.compiling for item in self._waiting if item.compiling]):
+            wait(compiling, _POLL_S, "FIRST_COMPLETED")
         self._admit()
         if self._out:
             return self._out
@@ -377,6 +398,12 @@ class Scheduler:
             if not self._free and not self._release_one():
                 break
             sequence = self._waiting.popleft()
+            if sequence.compiling is not None:
+                if not sequence.compiling.done():
+                    held_back.append(sequence)
+                else:
+                    self._guard(sequence, partial(self._take_guide, sequence))
+                continue
             if not self._start(sequence):
                 held_back.append(sequence)
                 continue
@@ -384,6 +411,11 @@ class Scheduler:
             if not sequence.is_read and sequence.first_wanted == len(sequence.tokens):
                 self._guard(sequence, partial(self._decide, sequence, [sequence.rows[()]], []))
         self._waiting.extendleft(reversed(held_back))
+
+    def _take_guide(self, sequence: _Sequence) -> None:
+        assert sequence.compiling is not None
+        sequence.guide, sequence.compiling = sequence.compiling.result(), None
+        self._waiting.appendleft(sequence)
 
     def _start(self, sequence: _Sequence) -> bool:
         """Take the longest head that is in the cache or spilled. False: a longer one is being read, so wait for it."""
@@ -552,34 +584,38 @@ class Scheduler:
         """Choose the next token of the answer, and one more for each token of the draft that was right."""
         written: list[Token] = []
         num_right = 0
+        guide = sequence.guide
         reason: FinishReason | None = None
         for row, guess in zip(rows, [*draft, -1], strict=True):
+            if guide is not None and guide.is_over:
+                reason = "stop"
+                break
             if sequence.job.max_tokens - sequence.num_written <= _KEPT_ROWS:
                 self._remember(sequence, len(sequence.tokens), row)
             open_row = row
             if sequence.num_written < sequence.job.min_tokens:
                 open_row = row.copy()
                 open_row[list(sequence.ends)] = -np.inf
-            token = sequence.budget.forced(sequence.tokens)
-            if token is None:
-                token = sequence.sampler.choose(
-                    open_row,
-                    offset=sequence.offset,
-                    counts=sequence.counts,
-                    accept=partial(self._is_allowed, sequence, sequence.tokens),
+            forced = self._forced(sequence, sequence.tokens, guide)
+            token = (
+                forced[0]
+                if forced
+                else self._choose(
+                    sequence, open_row, sequence.tokens, guide, offset=sequence.offset, counts=sequence.counts
                 )
+            )
             if token in sequence.ends:
                 reason = "stop"
                 break
-            sequence.tokens.append(token)
-            written.append(self._token(sequence, row, token))
-            self._count(sequence, written[-1], is_new=True)
-            if self._is_at_limit(sequence):
-                reason = "length"
-                break
-            if token != guess:
+            reason = self._append(sequence, self._token(sequence, row, token), written)
+            if reason is not None or token != guess:
                 break
             num_right += 1
+        if reason is None and guide is not None and sequence.job.logprobs is None:
+            for token in guide.forced(sequence.tokens):
+                reason = self._append(sequence, Token(token, self._pieces[token]), written)
+                if reason is not None:
+                    break
         if draft:
             sequence.num_fed += num_right
             self._bury(sequence.id, sequence.num_fed)
@@ -590,6 +626,47 @@ class Scheduler:
             sequence.drafter.learn(sequence.guess, ids)
             sequence.drafter.extend(ids)
         self._emit(sequence, tuple(written), reason, num_right)
+
+    def _forced(self, sequence: _Sequence, tokens: Sequence[int], guide: Guide | None) -> list[int]:
+        """Return tokens that must follow, if there are any."""
+        closing = sequence.budget.forced(tokens)
+        if closing is not None:
+            return [closing]
+        return [] if guide is None else guide.forced(tokens)
+
+    def _choose(
+        self,
+        sequence: _Sequence,
+        row: Row,
+        tokens: list[int],
+        guide: Guide | None,
+        *,
+        offset: int,
+        counts: Mapping[int, int],
+    ) -> int:
+        """Let the model choose what follows."""
+        return sequence.sampler.choose(
+            row,
+            offset=offset,
+            counts=counts,
+            allowed=None if guide is None else guide.allowed(),
+            accept=partial(self._is_allowed, sequence, tokens, guide),
+        )
+
+    def _append(self, sequence: _Sequence, token: Token, written: list[Token]) -> FinishReason | None:
+        """Write a token, and say whether the answer ends behind it."""
+        sequence.tokens.append(token.id)
+        written.append(token)
+        self._count(sequence, token, is_new=True)
+        if sequence.guide is not None:
+            sequence.guide.take(token.id)
+        return self._end(sequence)
+
+    def _end(self, sequence: _Sequence) -> FinishReason | None:
+        """Say whether the answer ends here, whatever the model wants."""
+        if sequence.guide is not None and sequence.guide.is_over:
+            return "stop"
+        return "length" if self._is_at_limit(sequence) else None
 
     def _count(self, sequence: _Sequence, token: Token, *, is_new: bool) -> None:
         """Take note of a token that the text has got; a new one counts against the limit."""
@@ -611,12 +688,18 @@ class Scheduler:
             self._running.remove(sequence)
             self._drop(sequence)
 
-    def _is_allowed(self, sequence: _Sequence, context: list[int], token: int) -> bool:
+    def _is_allowed(self, sequence: _Sequence, context: list[int], guide: Guide | None, token: int) -> bool:
+        if guide is not None and token in sequence.ends and not guide.is_complete:
+            return False
         if token in self._end_ids:
             return sequence.num_written >= sequence.job.min_tokens
         if token in self._banned:
             return token in sequence.tags or (token in sequence.ends and not sequence.healing)
-        return not sequence.job.canonical or self._seam.is_canonical(context, sequence.job.prompt.floor, token)
+        if sequence.job.canonical and not self._seam.is_canonical(context, sequence.job.prompt.floor, token):
+            return False
+        if guide is None or token in sequence.ends:
+            return True
+        return guide.fits(context, token, canonical=sequence.job.canonical)
 
     def _token(self, sequence: _Sequence, row: Row, token: int) -> Token:
         """Describe a token, with its score if the Job wants scores."""
@@ -637,14 +720,21 @@ class Scheduler:
         kept = sequence.tokens[: sequence.num_kept]
         while (row := self._row(sequence, sequence.path)) is not None:
             done = self._bytes(sequence.path)
-            token = sequence.budget.forced([*kept, *sequence.path])
-            if token is None:
-                token = sequence.sampler.choose(
+            tokens = [*kept, *sequence.path]
+            guide = sequence.guide_behind(sequence.path)
+            forced = self._forced(sequence, tokens, guide)
+            token = (
+                forced[0]
+                if forced
+                else self._choose(
+                    sequence,
                     row,
+                    tokens,
+                    guide,
                     offset=job.prompt.origin + len(done),
                     counts=sequence.counts_with(sequence.path),
-                    accept=partial(self._is_allowed, sequence, [*kept, *sequence.path]),
                 )
+            )
             data = done + self._pieces[token]
             if token in self._end_ids or not (heal.startswith(data) or data.startswith(heal)):
                 self._condition(sequence)
@@ -664,7 +754,9 @@ class Scheduler:
         def after(head: tuple[int, ...]) -> NDArray[np.float64]:
             """Return the log-probabilities of what follows a path whose row is known."""
             if head not in logprobs:
-                logprobs[head] = sampler.cover_logprobs(sequence.rows[head], sequence.counts_with(head))
+                guide = sequence.guide_behind(head)
+                allowed = None if guide is None else guide.allowed()
+                logprobs[head] = sampler.cover_logprobs(sequence.rows[head], sequence.counts_with(head), allowed)
             return logprobs[head]
 
         def joint(ids: tuple[int, ...]) -> float:
@@ -730,9 +822,10 @@ class Scheduler:
         self._retail(sequence, path)
         sequence.healing = False
         sequence.rows = {}
+        sequence.guide = sequence.guide_behind(path)
         for token in tokens:
             self._count(sequence, token, is_new=overhangs and token is tokens[-1])
-        self._emit(sequence, tuple(tokens), "length" if self._is_at_limit(sequence) else None)
+        self._emit(sequence, tuple(tokens), self._end(sequence))
         if row is not None and sequence in self._running:
             self._write(sequence, [row], [])
 

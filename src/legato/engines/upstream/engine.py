@@ -55,7 +55,13 @@ class UpstreamEngine:
     """One model on one or more servers. Make it with `start`."""
 
     capabilities = Capabilities(
-        logprobs=True, score_prompt=False, canonical=False, keyed_noise=False, ends=True, thinking=False
+        logprobs=True,
+        score_prompt=False,
+        canonical=False,
+        keyed_noise=False,
+        ends=True,
+        thinking=False,
+        constraints=False,
     )
 
     def __init__(self, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int) -> None:
