@@ -18,7 +18,7 @@ import httpx2
 import openai
 import pytest
 
-from legato.config import LimitSettings, ModelSettings, ServerSettings, Settings
+from legato.config import LimitSettings, ModelSettings, ServerSettings, Settings, StoreSettings
 from legato.engines.llamacpp.binding import Vocabulary
 from legato.engines.scripted import Script, ScriptedEngine
 from legato.models import Model, Models, load_models
@@ -142,16 +142,21 @@ def serve(
     server: ServerSettings | None = None,
     limits: LimitSettings | None = None,
     store: Store | None = None,
+    journals: StoreSettings | None = None,
 ) -> Iterator[Served]:
     """Serve on a free port, in a thread with its own event loop. `load` returns a coroutine that gives the models.
     Without a store there is a new one.
     """
     with nullcontext(store) if store is not None else empty_store() as opened:
-        yield from _serve(load, opened, server, limits)
+        yield from _serve(load, opened, server, limits, journals or StoreSettings())
 
 
 def _serve(
-    load: Callable[[], Any], store: Store, server: ServerSettings | None, limits: LimitSettings | None
+    load: Callable[[], Any],
+    store: Store,
+    server: ServerSettings | None,
+    limits: LimitSettings | None,
+    journals: StoreSettings,
 ) -> Iterator[Served]:
     settings = server or ServerSettings(port=0)
     ready = threading.Event()
@@ -163,7 +168,7 @@ def _serve(
         try:
             with listen(settings) as listener:
                 stop = asyncio.Event()
-                app = create_app(models, store, settings, limits or LimitSettings())
+                app = create_app(models, store, settings, limits or LimitSettings(), journals)
                 host, port = listener.getsockname()[:2]
                 started.extend([Served(f"http://{host}:{port}", models, asyncio.get_running_loop(), store), stop])
                 ready.set()

@@ -139,10 +139,16 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Where keys and usage are kept."""
+    """Where keys, usage and journals are kept, and how long."""
 
     url: str = ""
     """A database, as `postgresql://user:password@host/name`; empty: `legato.db` in the data folder, with SQLite."""
+    resume_window_s: float = _number(300.0, least=0)
+    """Seconds that a resumable answer goes on without a client."""
+    retention_s: float = _number(86400.0, least=0)
+    """Seconds after which the journal of an answer that is over is removed."""
+    journal_bytes: int = _number(1024 * 1024 * 1024, least=0)
+    """Most bytes of all journals; the oldest that are over go first."""
 
 
 @dataclass(frozen=True, slots=True)

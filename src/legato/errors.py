@@ -6,9 +6,10 @@ LegatoError
 │   ├─ InvalidField 400, UnsupportedFeature 400, PromptTooLong 400
 │   ├─ NotAuthenticated 401, HostNotAllowed 403, NotPermitted 403, ModelNotPermitted 403
 │   │  └─ KeyMissing 401
-│   └─ ModelNotFound 404, RouteNotFound 404, KeyNotFound 404, KeyExists 409, MethodNotAllowed 405
+│   └─ ModelNotFound 404, RouteNotFound 404, GenerationNotFound 404, KeyNotFound 404,
+│      MethodNotAllowed 405, GenerationRunning 409, KeyExists 409
 ├─ CapacityError           try again later
-│   └─ RateLimited 429, BudgetSpent 429, Overloaded 503, StoreUnavailable 503
+│   └─ RateLimited 429, BudgetSpent 429, Overloaded 503, StoreUnavailable 503, JournalFull 503
 ├─ EngineError 500         ours or the engine's fault
 │   └─ GenerationFailed 500, EngineUnavailable 503
 └─ ConfigError             start-up only; the command line exits with 2
@@ -27,8 +28,11 @@ __all__ = [
     "EngineError",
     "EngineUnavailable",
     "GenerationFailed",
+    "GenerationNotFound",
+    "GenerationRunning",
     "HostNotAllowed",
     "InvalidField",
+    "JournalFull",
     "KeyExists",
     "KeyMissing",
     "KeyNotFound",
@@ -174,6 +178,20 @@ class KeyNotFound(RequestError):
     code = "key_not_found"
 
 
+class GenerationNotFound(RequestError):
+    """The key has no resumable generation of this id."""
+
+    status = 404
+    code = "generation_not_found"
+
+
+class GenerationRunning(RequestError):
+    """The generation is not done, so nothing can go on behind it."""
+
+    status = 409
+    code = "generation_not_done"
+
+
 class KeyExists(RequestError):
     """Another key in the store has this name, or had it."""
 
@@ -224,6 +242,12 @@ class StoreUnavailable(CapacityError):
 
     def __init__(self, message: str, *, retry_after_s: int = 5) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+
+
+class JournalFull(CapacityError):
+    """Journals of answers that run take all the room that they may take."""
+
+    code = "journal_full"
 
 
 class EngineError(LegatoError):

@@ -87,6 +87,12 @@ class Run:
     """Prompt by prompt, `num_drawn` each: a Job's place here is its choice's index."""
     num_drawn: int
     report: Report
+    written: tuple[Token, ...] = ()
+    """Tokens that another run of the only Job has written before it was broken off: this one goes on behind them, with
+    the same events.
+    """
+    tokens: list[Token] | None = None
+    """If it is a list, all tokens of the only Job are added to it before the events that they make."""
     usages: dict[int, Usage] = field(default_factory=dict)
     """What each choice has taken so far, by its index; those that an engine has accepted."""
 
@@ -135,8 +141,14 @@ class Run:
         shown: list[TextToken] = []
         num_cached = num_drafted = 0
         reason: FinishReason = "stop"
-        rounds = Continuation(self.model.engine, job)
-        timely = _until(deadline, request.max_reading_s, request.max_writing_s, _placed(rounds, claim))
+        rest = job.resumed(self.written)
+        rounds = Continuation(self.model.engine, rest)
+        timely = _until(
+            deadline,
+            request.max_reading_s,
+            request.max_writing_s,
+            _placed(rounds, claim, self.written, rest.max_tokens),
+        )
         async with aclosing(timely) as steps:
             async for step in steps:
                 num_cached += step.num_cached
@@ -155,6 +167,8 @@ class Run:
                 if step.tokens and first is None:
                     first = clock()
                 for token in step.tokens:
+                    if self.tokens is not None:
+                        self.tokens.append(token)
                     for piece in text.feed(token):
                         shown += piece.tokens
                         is_first = piece.channel == "reasoning" and not has_thought
@@ -218,11 +232,23 @@ class Run:
         return (*stops, *(f"\r{stop}" for stop in stops if stop.startswith("\n")))
 
 
-async def _placed(rounds: Continuation, claim: Claim) -> AsyncGenerator[Step, None]:
-    """Run all rounds of a Job within one place."""
+async def _placed(
+    rounds: Continuation, claim: Claim, written: Sequence[Token], left: int
+) -> AsyncGenerator[Step, None]:
+    """Run all rounds of a Job within one place, as if those that wrote the first tokens had been among them.
+
+    `left` is how many more tokens there may be.
+    """
     async with claim.place(), aclosing(rounds.steps()) as steps:
+        if written:
+            yield Step()
+            yield Step(tuple(written))
+            if not left:
+                yield Step(finish="length")
+                return
         async for step in steps:
-            yield step
+            if not written or step.tokens or step.finish:
+                yield step
 
 
 def _ending(source: Source) -> Ending | None:

@@ -32,7 +32,7 @@ from legato.errors import (
     StoreUnavailable,
 )
 
-__all__ = ["ANYONE", "Charge", "Key", "Store", "UsageRow", "hash_key", "store_url"]
+__all__ = ["ANYONE", "Charge", "Key", "Store", "UsageRow", "hash_key", "metadata", "store_url"]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Values
@@ -229,7 +229,7 @@ class Store:
         made = replace(key, prefix=prefix, created_at=now, revoked_at=None)
         row = {**asdict(made), "digest": hash_key(secret.encode())}
         try:
-            with self._writing() as connection:
+            with self.writing() as connection:
                 connection.execute(sa.insert(_keys).values(row))
         except IntegrityError:
             raise KeyExists(f"there is a key `{key.name}` already, or there was one", param="name") from None
@@ -237,17 +237,17 @@ class Store:
 
     def keys(self) -> list[Key]:
         """Return all keys, by name."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [_key(row) for row in connection.execute(sa.select(_keys).order_by(_keys.c.name))]
 
     def has_keys(self) -> bool:
         """Whether there ever was a key: a server whose last one is revoked must not be open to all."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return connection.execute(sa.select(_keys.c.name).limit(1)).first() is not None
 
     def find_key(self, digest: bytes) -> Key | None:
         """Return the key with this hash, also a revoked one."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(sa.select(_keys).where(_keys.c.digest == digest)).first()
             return None if row is None else _key(row)
 
@@ -272,7 +272,7 @@ class Store:
         return secret
 
     def _update_key(self, name: str, values: Mapping[str, Any]) -> None:
-        with self._writing() as connection:
+        with self.writing() as connection:
             row = connection.execute(sa.select(_keys).where(_keys.c.name == name).with_for_update()).first()
             if row is None:
                 raise KeyNotFound(f"there is no key `{name}`", param="name")
@@ -300,7 +300,7 @@ class Store:
                 f"{key.tokens_per_minute} per minute",
                 param="max_tokens",
             )
-        with self._writing() as connection:
+        with self.writing() as connection:
             # SQLite lets one write at a time; elsewhere the key's row is what the others wait for.
             connection.execute(sa.select(_keys.c.name).where(_keys.c.name == key.name).with_for_update())
             mine = sa.select(_spent).where(_spent.c.key == key.name)
@@ -316,7 +316,7 @@ class Store:
 
     def record(self, rows: Iterable[UsageRow], refunds: Iterable[Charge] = ()) -> None:
         """Add to usage, and give back what was charged and not taken, in windows that are not over."""
-        with self._writing() as connection:
+        with self.writing() as connection:
             if values := [asdict(row) for row in rows]:
                 connection.execute(_adding(connection, _usage), values)
             for charge in refunds:
@@ -327,16 +327,26 @@ class Store:
         """Return usage by day, key and model, of the days from `since` to `until`."""
         chosen = sa.select(_usage).where(_usage.c.day >= since, _usage.c.day <= until)
         ordered = chosen.order_by(_usage.c.day, _usage.c.key, _usage.c.model)
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [UsageRow(**row) for row in connection.execute(ordered).mappings()]
 
     @contextmanager
-    def _reading(self) -> Iterator[sa.Connection]:
+    def reading(self) -> Iterator[sa.Connection]:
+        """Open a transaction that only reads.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
         with _translated(), self._engine.connect().execution_options(reads=True) as connection:
             yield connection
 
     @contextmanager
-    def _writing(self) -> Iterator[sa.Connection]:
+    def writing(self) -> Iterator[sa.Connection]:
+        """Open a transaction that is committed if the context is left without an error.
+
+        Raises:
+            StoreUnavailable: the database does not answer, or has no room.
+        """
         with _translated(), self._engine.begin() as connection:
             yield connection
 

@@ -27,6 +27,7 @@ __all__ = [
     "FinishReason",
     "Finished",
     "GapEnd",
+    "Handle",
     "Infill",
     "Job",
     "Mark",
@@ -267,6 +268,15 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Handle:
+    """What an answer is called, where it is more than a passing name, and when it was asked for."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """One request, as asked, free of any dialect's spelling."""
 
@@ -304,6 +314,9 @@ class CompletionRequest:
     """Who asks, where callers are told apart; places are shared fairly between them."""
     control_tokens: bool = True
     """Whether raw prompts may have control tokens."""
+    resumable: bool = False
+    """Whether the answer is journaled, and goes on without its client and after a crash."""
+    handle: Handle | None = None
 
     def limits(self, default: int, rest: int) -> tuple[int, int]:
         """Return the most tokens of a round and of the answer, where `rest` is what there is room for.

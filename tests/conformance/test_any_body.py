@@ -20,7 +20,7 @@ NAMES = [
     "frequency_penalty", "repetition_penalty", "logit_bias", "echo", "response_format", "seam", "canonical", "tools",
     "stop_across_seam", "report", "continue_final_message", "add_generation_prompt", "top_logprobs", "tool_choice",
     "min_tokens", "ignore_eos", "stop_token_ids", "return_token_ids", "detect_loops",
-    "auto_continue",
+    "auto_continue", "resumable",
     "role", "content", "name", "prefix", "partial", "reasoning_content", "tool_calls", "tool_call_id", "type", "text",
     "include_usage", "function", "arguments", "5", "",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ import httpx2
 import pytest
 
 from legato.admission import Admission
-from legato.config import LimitSettings, ServerSettings
+from legato.config import LimitSettings, ServerSettings, StoreSettings
 from legato.dialects.base import Encoder, Facts
 from legato.dialects.openai import CompletionsDialect
 from legato.engines.scripted import Pause, Script, ScriptedEngine
@@ -29,6 +29,7 @@ from legato.models import Model, Models
 from legato.server import streaming
 from legato.server.access import Access
 from legato.server.app import Generation
+from legato.server.generations import Generations
 from legato.server.ledger import Ledger
 from legato.server.middleware import Gate, Guarded
 from legato.server.watch import Watch
@@ -512,7 +513,9 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         dialect = BrokenDialect(at or 0)
         models = Models({"m": model}, {})
         watch = Watch(models, store, traces_url="")
-        generation = Generation(dialect, models, gate, Ledger(store), watch)
+        ledger = Ledger(store)
+        generations = Generations(store, StoreSettings(), models, {}, ledger, watch)
+        generation = Generation(COMPLETIONS, dialect, models, gate, ledger, watch, generations)
         app = Guarded(gate, watch, COMPLETIONS, dialect.encode_error, generation)
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()
         requests: asyncio.Queue[Any] = asyncio.Queue()

@@ -57,7 +57,8 @@ def explore(served: Served, folder: Path, *options: str) -> int:
 def test_the_document_has_every_path_of_the_neutral_surface(locked: Served) -> None:
     document = locked.get("/openapi.json").json()
     served = {path for _, path in routes() if path.startswith("/v1/")}
-    assert {path.replace("{name}", "m") for path in document["paths"]} == {*served, "/health"}
+    described = {path.replace("{name}", "m").replace("{id}", "m") for path in document["paths"]}
+    assert described == {*served, "/health", "/ready"}
     assert document["openapi"] == "3.1.0"
     bodies = [document["components"]["schemas"][name] for name in ("CompletionsBody", "ChatBody", "InfillBody")]
     assert [body["properties"]["model"]["enum"] for body in bodies] == [["m"]] * 3

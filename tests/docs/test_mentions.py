@@ -16,7 +16,8 @@ from legato.dialects.base import Body
 from legato.errors import LegatoError
 from legato.models import Models
 from legato.pipeline import Report
-from legato.server.app import _report_headers, create_app
+from legato.server.app import create_app
+from legato.server.queries import report_headers
 from tests.conftest import empty_store
 from tests.docs.pages import DOCS, PAGES, README, ROOT
 from tests.docs.test_tables import Row, body_fields, commands, errors, settings
@@ -81,7 +82,7 @@ def test_every_command_has_a_section(command: str) -> None:
 
 def test_every_report_header_and_key_is_named() -> None:
     text = read("dialects/openai.md")
-    headers = _report_headers(
+    headers = report_headers(
         Report(seed=1, healed_bytes=(0,), clipped=("max_tokens",), truncated={"files": 1}, ignored=("x",))
     )
     assert sorted(name for name in headers if f"`{name.title()}`" not in text) == []

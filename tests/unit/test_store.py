@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from legato import store as module
+from legato import journal, store
 from legato.config import Settings, StoreSettings
 from legato.errors import (
     BudgetSpent,
@@ -78,7 +78,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_the_migrations_make_the_tables_that_the_code_has(opened: Store) -> None:
     with opened._engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), module.metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), store.metadata) == []
+    assert {*journal.__all__}, "its tables are among them"
 
 
 def test_several_processes_may_open_a_new_database_at_once(url: str) -> None:

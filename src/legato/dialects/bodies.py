@@ -144,6 +144,7 @@ class CommonBody(Body):
     auto_continue: AutoContinue | None = None
     detect_loops: bool = False
     report: bool = False
+    resumable: bool = False
 
     def request(
         self,
@@ -199,6 +200,7 @@ class CommonBody(Body):
             prediction=_joined(self.prediction.content) if self.prediction else "",
             deterministic=self.deterministic,
             cache_salt=self.cache_salt or "",
+            resumable=self.resumable,
             ignored=(*unknown_fields(self), *self._unused(constraint), *ignored),
         )
 

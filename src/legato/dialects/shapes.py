@@ -13,7 +13,7 @@ from typing import Any
 
 from legato.dialects.base import Encoder, Facts
 from legato.errors import LegatoError
-from legato.types import Accepted, Answer, Chat, CompletionRequest, Delta, Finished, Output, TextToken, Usage
+from legato.types import Accepted, Answer, Chat, CompletionRequest, Delta, Finished, Handle, Output, TextToken, Usage
 from legato.wire import DONE, encode_event, encode_json
 
 __all__ = [
@@ -107,10 +107,11 @@ class _Encoder:
     def __init__(self, request: CompletionRequest, shape: Shape) -> None:
         self._request = request
         self._shape = shape
+        handle = request.handle or Handle(f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()))
         self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "id": handle.id,
             "object": self.kind,
-            "created": int(time.time()),
+            "created": handle.created,
             "model": request.model,
             **shape.head,
         }

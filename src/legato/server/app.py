@@ -23,20 +23,23 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from legato.config import LimitSettings, ServerSettings, Settings
+from legato.config import LimitSettings, ServerSettings, Settings, StoreSettings
 from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
-from legato.dialects.base import Answerer, Dialect, Encoder, Facts
+from legato.dialects.base import Answerer, Dialect, Encoder
+from legato.dialects.bodies import CommonBody
 from legato.dialects.shapes import OPENAI
 from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound, StoreUnavailable
 from legato.models import Model, Models, load_models
-from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Report, Run, choose_best, collect, plan, total_usage
+from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, total_usage
 from legato.server.access import Access
 from legato.server.admin import admin_routes, check_admin
 from legato.server.connection import connections
+from legato.server.generations import Generations, facts
+from legato.server.handles import handle_routes, send_live
 from legato.server.ledger import Ledger
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
 from legato.server.openapi import REPORT_HEADERS, describe
-from legato.server.queries import Query, ignored_header
+from legato.server.queries import Query, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.server.watch import METRICS_TYPE, Watch
 from legato.store import ANYONE, Key, Store
@@ -49,7 +52,13 @@ _SEND_BUFFER_BYTES = 64 * 1024
 """What the system may hold for a client that does not read; by default it would grow to megabytes."""
 
 
-def create_app(models: Models, store: Store, server: ServerSettings, limits: LimitSettings) -> ASGIApp:
+def create_app(
+    models: Models,
+    store: Store,
+    server: ServerSettings,
+    limits: LimitSettings,
+    journals: StoreSettings = StoreSettings(),  # noqa: B008 - it is frozen
+) -> ASGIApp:
     """Build the application over models that are already loaded, and a store that is open."""
     gate = Gate(server, limits, Access(server.key_digests(), store))
     ledger = Ledger(store)
@@ -81,10 +90,12 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
         "/infill": llamacpp.InfillDialect(),
         "/api/generate": ollama.GenerateDialect(),
     }
+    resumable = {path: dialect for path, dialect in dialects.items() if issubclass(dialect.body, CommonBody)}
+    generations = Generations(store, journals, models, resumable, ledger, watch)
     document = encode_json(describe(dialects, tuple(models.served), has_keys=bool(server.api_keys) or store.has_keys()))
 
     def generation(path: str, dialect: Dialect) -> Route:
-        return route("POST", path, Generation(dialect, models, gate, ledger, watch))
+        return route("POST", path, Generation(path, dialect, models, gate, ledger, watch, generations))
 
     def query(method: str, path: str, answer: Answerer) -> Route:
         return route(method, path, Query(answer, models, started, gate))
@@ -143,7 +154,7 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         with watch.open():
-            async with ledger.kept():
+            async with ledger.kept(), generations.kept():
                 yield
 
     app = Starlette(
@@ -162,6 +173,7 @@ def create_app(models: Models, store: Store, server: ServerSettings, limits: Lim
             route("GET", "/ready", ready, is_public=True),
             route("GET", "/metrics", metrics),
             route("GET", "/openapi.json", show_document, is_public=True),
+            *(routes(path, endpoints) for path, endpoints in handle_routes(generations, gate).items()),
             *(routes(path, endpoints) for path, endpoints in admin_routes(store, gate).items()),
         ],
         lifespan=lifespan,
@@ -181,7 +193,7 @@ def _cross_origin(origins: Sequence[str]) -> Sequence[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=exposed,
         ),
@@ -232,29 +244,46 @@ def _entry(name: str, model: Model, created: int) -> dict[str, Any]:
 class Generation:
     """The endpoint of one dialect's path."""
 
-    def __init__(self, dialect: Dialect, models: Models, gate: Gate, ledger: Ledger, watch: Watch) -> None:
+    def __init__(
+        self,
+        path: str,
+        dialect: Dialect,
+        models: Models,
+        gate: Gate,
+        ledger: Ledger,
+        watch: Watch,
+        generations: Generations,
+    ) -> None:
+        self._path = path
         self._dialect = dialect
         self._models = models
         self._gate = gate
         self._ledger = ledger
         self._watch = watch
+        self._generations = generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse, plan, run and answer."""
         key: Key = scope["key"]
         body = await self._gate.read_body(scope, receive)
-        asked = self._dialect.parse(parse_body(body))
+        fields = parse_body(body)
+        asked = self._dialect.parse(fields)
         request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
         model = self._models.only(key.models).resolve(request.model)
         is_slow = request.constraint is not None
         run = await run_aside(receive, len(body), lambda: plan(request, model), is_slow=is_slow)
+        if run.request.resumable and run.jobs:
+            live = await self._generations.start(key, self._path, fields, run)
+            scope["notes"] |= {"model": model.name, "generation": live.record.id}
+            await send_live(live, receive, send)
+            return
         async with self._ledger.account(key, run):
             with self._watch.run(run, scope["notes"]):
                 await self._answer(run, receive, send)
 
     async def _answer(self, run: Run, receive: Receive, send: Send) -> None:
         request = run.request
-        headers = _report_headers(run.report)
+        headers = report_headers(run.report)
         encoder = self._dialect.encoder(request)
         if request.output.stream:
             kind = self._dialect.stream_type
@@ -267,7 +296,7 @@ class Generation:
             drawn = await while_connected(receive, collect(self._watch.events(run)))
             answers = choose_best(drawn, run.num_drawn, request.num_choices)
             usage = total_usage([answer.usage for answer in drawn], run.num_drawn)
-            await send_body(send, encoder.whole(answers, usage, _facts(run, usage)), status=200, headers=headers)
+            await send_body(send, encoder.whole(answers, usage, facts(run, usage)), status=200, headers=headers)
 
 
 async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
@@ -279,39 +308,8 @@ async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None
             usages[event.choice] = event.usage
         yield b"".join((*opening, *encoder.event(event)))
     usage = total_usage([usages[choice] for choice in sorted(usages)], run.num_drawn)
-    for frame in encoder.end(usage, _facts(run, usage)):
+    for frame in encoder.end(usage, facts(run, usage)):
         yield frame
-
-
-def _report_headers(report: Report) -> dict[str, str]:
-    headers = {
-        "legato-seed": str(report.seed),
-        "legato-healed": ", ".join(map(str, report.healed_bytes)),
-        **ignored_header(report.ignored),
-    }
-    if report.clipped:
-        headers["legato-clipped"] = ", ".join(report.clipped)
-    if report.truncated:
-        headers["legato-truncated"] = ", ".join(f"{name}={num}" for name, num in report.truncated.items())
-    return headers
-
-
-def _facts(run: Run, usage: Usage) -> Facts:
-    """Return the `legato` block, if it was asked for."""
-    if not run.request.output.report:
-        return {}
-    report = run.report
-    return {
-        "seed": report.seed,
-        "healed_bytes": list(report.healed_bytes),
-        "cached_tokens": usage.cached_tokens,
-        "drafted_tokens": usage.drafted_tokens,
-        "ignored": list(report.ignored),
-        "clipped": list(report.clipped),
-        "truncated": dict(report.truncated),
-        "absent": list(report.absent),
-        "rounds": usage.num_rounds,
-    }
 
 
 async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None]) -> None:
@@ -336,7 +334,7 @@ async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None
         try:
             host, port = listener.getsockname()[:2]
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            app = create_app(models, store, settings.server, settings.limits)
+            app = create_app(models, store, settings.server, settings.limits, settings.store)
             await run_app(app, listener, settings.limits, stop=stop)
         finally:
             await models.aclose()

@@ -61,6 +61,9 @@ class Ledger:
             most = prompts + sum(job.max_tokens for job in run.jobs)
             charge = await asyncio.to_thread(self._store.charge, key, most)
         account = _Account(key.name, run, charge)
+        if run.written:  # Counted by the process that wrote them.
+            num_prompt = run.jobs[0].prompt.num_tokens
+            account.counted = UsageRow("", "", "", 1, num_prompt, 0, len(run.written))
         self._accounts.add(account)
         try:
             yield
@@ -107,6 +110,8 @@ class Ledger:
     def _count(self, account: _Account) -> None:
         """Take what is new of an account into the books, and close it if it is over."""
         run, old = account.run, account.counted
+        if not run.usages and not account.is_over:
+            return
         taken = run.taken()
         new = replace(
             old,

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the neutral surface: every path below `/v1`, and `/health`.
+"""The OpenAPI document of the neutral surface: every path below `/v1`, `/health` and `/ready`.
 
 It receives dialects and the names of models, and returns the document. What a request may have is read from the bodies
 that the dialects check, and which errors there are from their classes. What an answer has is declared here, without
@@ -25,8 +25,11 @@ from legato.errors import (
     CapacityError,
     EngineUnavailable,
     GenerationFailed,
+    GenerationNotFound,
+    GenerationRunning,
     HostNotAllowed,
     InvalidField,
+    JournalFull,
     LegatoError,
     MalformedBody,
     ModelNotFound,
@@ -34,11 +37,13 @@ from legato.errors import (
     Overloaded,
     PromptTooLong,
     RateLimited,
+    StoreUnavailable,
     UnsupportedFeature,
     UnsupportedMediaType,
 )
 from legato.server.middleware import Reply
 from legato.types import FinishReason
+from legato.wire import EVENTS
 
 __all__ = ["GENERATIONS", "REPORT_HEADERS", "describe"]
 
@@ -248,6 +253,25 @@ class Health(_Object):
     models: dict[str, Counts]
 
 
+class Readiness(_Object):
+    status: Literal["ready", "engine failed", "store unavailable"]
+
+
+class Generation(_Object):
+    id: str
+    object: Literal["generation"]
+    created: int
+    model: str
+    status: Literal["running", "done", "failed", "cancelled"]
+    num_events: int
+    answer: dict[str, Any] | None
+
+
+class Deletion(_Object):
+    id: str
+    deleted: Literal[True]
+
+
 class ErrorDetails(_Object):
     message: str
     type: str
@@ -308,6 +332,8 @@ _FAILURES = (
     BodyTooLarge,
     UnsupportedMediaType,
     RateLimited,
+    JournalFull,
+    StoreUnavailable,
     LegatoError,
     GenerationFailed,
     Overloaded,
@@ -335,7 +361,8 @@ def describe(dialects: Mapping[str, Dialect], names: Sequence[str], *, has_keys:
     """Return the document of a server: its dialects by path, and the names that `model` may have."""
     generations = {path: (dialects[path], said) for path, said in GENERATIONS.items()}
     answers = {kind for said in GENERATIONS.values() for kind in (said.answer, said.chunk, said.error)}
-    kinds = {*answers, *(dialect.body for dialect, _ in generations.values()), Models, Model, Health}
+    others = {Models, Model, Health, Readiness, Generation, Deletion}
+    kinds = {*answers, *(dialect.body for dialect, _ in generations.values()), *others}
     refs, shared = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in kinds],
         ref_template="#/components/schemas/{model}",
@@ -368,11 +395,33 @@ def describe(dialects: Mapping[str, Dialect], names: Sequence[str], *, has_keys:
         responses = {"200": _content("The answer.", schemas[answer]), **refused}
         return {"get": {"summary": summary, "responses": responses, **keys}}
 
+    def handle(summary: str, method: str, answer: Any, *more: type[LegatoError], **keys: Any) -> Any:
+        refused = _errors([*refusals, GenerationNotFound, StoreUnavailable, *more], OPENAI.encode_error, schemas[Error])
+        return {method: {"summary": summary, "responses": {"200": answer, **refused}, "parameters": [id], **keys}}
+
+    id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    after = {"name": "after", "in": "query", "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999}}
+    events = {"description": "The events.", "content": {EVENTS: {"schema": _event({"type": "object"})}}}
+    whole = _content("The answer.", {"type": "object"}, REPORT_HEADERS)
+    whole["content"] |= events["content"]
+    given = {"requestBody": {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}}}
+    paths["/v1/generations/{id}"] = {
+        **handle("Show a resumable answer", "get", _content("What there is of it.", schemas[Generation])),
+        **handle("End and remove a resumable answer", "delete", _content("It is gone.", schemas[Deletion])),
+    }
+    paths["/v1/generations/{id}/events"] = handle(
+        "Follow a resumable answer", "get", events, InvalidField, parameters=[id, after]
+    )
+    paths["/v1/generations/{id}/continue"] = handle(
+        "Go on behind a resumable answer", "post", whole, *_FAILURES, GenerationRunning, **given
+    )
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     paths["/v1/models"] = question("List the models", Models, refusals)
     paths["/v1/models/{name}"] = question("Show a model", Model, [*refusals, ModelNotFound], parameters=[name])
     paths["/health"] = question("Say whether the engines run", Health, [HostNotAllowed], security=[])
     paths["/health"]["get"]["responses"]["503"] = _content("An engine has failed.", schemas[Health])
+    paths["/ready"] = question("Say whether requests would be answered", Readiness, [HostNotAllowed], security=[])
+    paths["/ready"]["get"]["responses"]["503"] = _content("They would not.", schemas[Readiness])
     return {
         "openapi": "3.1.0",
         "info": {"title": "Legato", "version": __version__},

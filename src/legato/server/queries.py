@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from legato.dialects.base import Answerer, KnownModel
 from legato.models import Model, Models
+from legato.pipeline import Report
 from legato.profiles import Profile
 from legato.prompting import render_open
 from legato.server.middleware import Gate
@@ -20,7 +21,7 @@ from legato.server.streaming import run_aside, send_body
 from legato.types import Chat, Tokenizer
 from legato.wire import encode_json, parse_body
 
-__all__ = ["Query", "ignored_header"]
+__all__ = ["Query", "report_headers"]
 
 _MAX_HEADER = 2048
 """Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
@@ -40,10 +41,10 @@ class Query:
         data = await self._gate.read_body(scope, receive) if scope["method"] == "POST" else b"{}"
         served = ServedModels(self._models.only(scope["key"].models), self._started)
         reply = await run_aside(receive, len(data), lambda: self._answer(parse_body(data), served))
-        await send_body(send, encode_json(reply.value), status=200, headers=ignored_header(reply.ignored))
+        await send_body(send, encode_json(reply.value), status=200, headers=_ignored_header(reply.ignored))
 
 
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
+def _ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return the header that names fields without effect; none if there are none."""
     if not names:
         return {}
@@ -51,6 +52,20 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     if len(text) > _MAX_HEADER:
         text = text[:_MAX_HEADER].rpartition(", ")[0] + ", ..."
     return {"legato-ignored": text}
+
+
+def report_headers(report: Report) -> dict[str, str]:
+    """Return the headers that say what was done."""
+    headers = {
+        "legato-seed": str(report.seed),
+        "legato-healed": ", ".join(map(str, report.healed_bytes)),
+        **_ignored_header(report.ignored),
+    }
+    if report.clipped:
+        headers["legato-clipped"] = ", ".join(report.clipped)
+    if report.truncated:
+        headers["legato-truncated"] = ", ".join(f"{name}={num}" for name, num in report.truncated.items())
+    return headers
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ async def send_stream(
 ) -> None:
     """Send frames as they come, and `keep_alive` after each `KEEP_ALIVE_S` of silence.
 
-    The response begins with the first frame, also an empty one, or the first `keep_alive`. An error before that is
-    raised, so that it can have its own status; later it is told by the frames of `failure`.
+    The response begins with the first frame, also an empty one, with the first `keep_alive`, or with the end. An error
+    before that is raised, so that it can have its own status; later it is told by the frames of `failure`.
     """
     has_begun = False
 
@@ -93,6 +93,8 @@ async def send_stream(
             raise
         for frame in failure(error):
             await write(frame)
+    if not has_begun:
+        await write(b"")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

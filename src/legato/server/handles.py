@@ -1,0 +1,95 @@
+"""Routes of resumable generations: look, follow, go on, end.
+
+It receives ids and returns what `Generations` has of them. It knows no fields but those of these routes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from urllib.parse import parse_qsl
+
+from starlette.types import Receive, Scope, Send
+
+from legato.dialects.shapes import OPENAI
+from legato.errors import InvalidField, LegatoError
+from legato.server.generations import Generations, Live
+from legato.server.middleware import Endpoint, Gate, header
+from legato.server.queries import report_headers
+from legato.server.streaming import send_body, send_stream, while_connected
+from legato.wire import DONE, EVENTS, KEEP_ALIVE, encode_event, encode_json, parse_body
+
+__all__ = ["handle_routes", "send_live"]
+
+
+async def send_live(live: Live, receive: Receive, send: Send) -> None:
+    """Send the answer of a generation that runs here, as it was asked for."""
+    headers = report_headers(live.run.report)
+    if live.run.request.output.stream:
+        await _send_events(live.follow(0), headers, receive, send)
+    else:
+        await send_body(send, await while_connected(receive, live.whole()), status=200, headers=headers)
+
+
+async def _send_events(
+    frames: AsyncGenerator[bytes, None], headers: Mapping[str, str], receive: Receive, send: Send
+) -> None:
+    """Send events while the client is there. What writes them does not end with it."""
+    async with aclosing(frames):
+        stream = send_stream(send, frames, _failure, {**headers, "content-type": EVENTS}, KEEP_ALIVE[EVENTS])
+        await while_connected(receive, stream)
+
+
+def handle_routes(generations: Generations, gate: Gate) -> Mapping[str, Mapping[str, Endpoint]]:
+    """Return the endpoints by path and method."""
+
+    async def show(scope: Scope, receive: Receive, send: Send) -> None:
+        record = await generations.find(scope["path_params"]["id"], scope["key"])
+        shown = {
+            "id": record.id,
+            "object": "generation",
+            "created": record.created_at,
+            "model": record.body["model"],
+            "status": record.state,
+            "num_events": await generations.num_events(record),
+            "answer": None if record.answer is None else json.loads(record.answer),
+        }
+        await send_body(send, encode_json(shown), status=200, headers={})
+
+    async def follow(scope: Scope, receive: Receive, send: Send) -> None:
+        record = await generations.find(scope["path_params"]["id"], scope["key"])
+        await _send_events(generations.follow(record, _after(scope)), {}, receive, send)
+
+    async def go_on(scope: Scope, receive: Receive, send: Send) -> None:
+        given = parse_body(await gate.read_body(scope, receive))
+        record = await generations.find(scope["path_params"]["id"], scope["key"])
+        live = await generations.go_on(record, given, scope["key"])
+        await send_live(live, receive, send)
+
+    async def delete(scope: Scope, receive: Receive, send: Send) -> None:
+        record = await generations.find(scope["path_params"]["id"], scope["key"])
+        await generations.delete(record)
+        await send_body(send, encode_json({"id": record.id, "deleted": True}), status=200, headers={})
+
+    return {
+        "/v1/generations/{id}": {"GET": show, "DELETE": delete},
+        "/v1/generations/{id}/events": {"GET": follow},
+        "/v1/generations/{id}/continue": {"POST": go_on},
+    }
+
+
+def _after(scope: Scope) -> int:
+    """Return the number of the last event that the client has, which browsers send by themselves."""
+    given = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    for name in given:
+        if name != "after":
+            raise InvalidField(f"`{name}` is no parameter of this path; `after` is one", param=name)
+    text = given.get("after", (header(scope, b"last-event-id") or b"0").decode("latin-1"))
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise InvalidField(f"`after` must be the number of an event, got {text[:80]!r}", param="after")
+    return int(text)
+
+
+def _failure(error: LegatoError) -> Iterator[bytes]:
+    return iter((encode_event(OPENAI.error(error)), DONE))
