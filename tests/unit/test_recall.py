@@ -56,6 +56,7 @@ def test_who_types_what_was_foretold_gets_the_rest(asked: Job, text: bytes, fini
         replace(job(b"abcd"), is_typed=False),
         replace(job(b"abcd"), choice=1),
         replace(job(b"abcd"), cache_salt="other"),
+        replace(job(b"abcd"), stop_ids=(5,)),
         replace(job(b"abcd"), prompt=Prompt((9, 2, 3, *b"abcd"), (), b"", 0, 3, "abcd")),
     ],
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from legato.types import FinishReason, Job, Token
+from legato.types import FinishReason, Job, Prompt, Token
 
 __all__ = ["Recall"]
 
 _MAX_ANSWERS = 64
+_NO_PROMPT = Prompt((), (), b"", 0, 0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +83,6 @@ def _from_seam(tokens: Sequence[Token], job: Job) -> tuple[tuple[Token, ...], in
 
 
 def _key(job: Job) -> tuple[object, ...]:
-    """Return all that a Job's text depends on, but for the text that it continues."""
-    sampling = job.sampling
-    return (
-        job.prompt.ids[: job.prompt.floor],
-        job.choice,
-        sampling.seed,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-        tuple(sorted(sampling.logit_bias.items())),
-        job.canonical,
-        job.min_tokens,
-        job.ignore_end,
-        job.stop_ids,
-        job.logprobs,
-        job.deterministic,
-        job.cache_salt,
-    )
+    """Return all that a Job's text depends on, but for the text that it continues and its length."""
+    scaffold = job.prompt.ids[: job.prompt.floor]
+    return scaffold, replace(job, id="", prompt=_NO_PROMPT, max_tokens=0, max_round_tokens=None, reference=())
