@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.conformance.reading import CHAT, COMPLETIONS, check_error, user
 from tests.conformance.routes import OPENAI_SHAPED, body_on
 from tests.conformance.vendors import MISTRAL
 from tests.conftest import NO_TLS, Served, serve_script
+from tests.postgresql import serve_postgresql
 
 TEXT = " ".join(f"w{num}" for num in range(100))[:198]
 NUM_EVENTS = 200
@@ -184,6 +185,25 @@ def test_another_server_serves_the_events(served: Served) -> None:
             found = events(lines, 5)
         with opened(other.url, f"/v1/generations/{id_of(found)}/events?after=5") as lines:
             found += events(lines)
+    assert text_of(found) == TEXT
+
+
+def test_servers_share_a_postgresql_database() -> None:
+    """One serves what the other writes, and takes it over when that stops."""
+    with ExitStack() as stack:
+        url = stack.enter_context(serve_postgresql())
+        stores = [stack.enter_context(closing(Store.open(url))) for _ in range(2)]
+        other = stack.enter_context(serve_script(words, store=stores[1]))
+        with serve_script(words, store=stores[0]) as served:
+            with opened(served.url, COMPLETIONS, post=body(prompt="slow "), headers={}) as lines:
+                found = events(lines, 5)
+            path = f"/v1/generations/{id_of(found)}/events?after="
+            with opened(other.url, f"{path}{len(found)}", headers={}) as lines:
+                found += events(lines, 20)
+        with opened(other.url, f"{path}{len(found)}", headers={}) as lines:
+            found += events(lines)
+        assert other.engine.counters()["running"] == 0
+    assert [num for num, _ in found] == [*range(1, NUM_EVENTS + 1)]
     assert text_of(found) == TEXT
 
 
