@@ -301,13 +301,13 @@ class Store:
                 param="max_tokens",
             )
         with self.writing() as connection:
-            # SQLite lets one write at a time; elsewhere the key's row is what the others wait for.
-            connection.execute(sa.select(_keys.c.name).where(_keys.c.name == key.name).with_for_update())
+            if self.file is None:  # SQLite lets one write at a time; elsewhere others wait for the key's row.
+                connection.execute(sa.select(_keys.c.name).where(_keys.c.name == key.name).with_for_update())
             mine = sa.select(_spent).where(_spent.c.key == key.name)
             spent = {row.window: (row.requests, row.tokens) for row in connection.execute(mine)}
             _check_limits(key, tokens, spent.get(minute, (0, 0)), spent.get(month, (0, 0))[1], now)
-            over = sa.delete(_spent).where(_spent.c.key == key.name, _spent.c.window.not_in([minute, month]))
-            connection.execute(over)
+            if over := spent.keys() - {minute, month}:
+                connection.execute(sa.delete(_spent).where(_spent.c.key == key.name, _spent.c.window.in_(over)))
             rows = [{"key": key.name, "window": window, "requests": 1, "tokens": tokens} for window in (minute, month)]
             connection.execute(_adding(connection, _spent), rows)
         return Charge(key.name, (minute, month), tokens)
