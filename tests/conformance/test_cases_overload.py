@@ -166,7 +166,7 @@ def test_c075_those_who_wait_are_served_in_order() -> None:
 
     def note(job: Any) -> list[bytes | Pause]:
         order.append(job.prompt.prefix)
-        return [Pause(0.3 if job.prompt.prefix == "first" else 0), b"ok"]
+        return [Pause(2 if job.prompt.prefix == "first" else 0), b"ok"]
 
     with serve_script(note, admission=Admission(max_running=1)) as served:
         threads = []
@@ -205,7 +205,7 @@ def test_callers_are_told_apart_by_their_keys() -> None:
 
     def note(job: Job) -> Script:
         order.append(job.prompt.prefix)
-        return [Pause(0.3 if job.prompt.prefix == "first" else 0), b"ok"]
+        return [Pause(2 if job.prompt.prefix == "first" else 0), b"ok"]
 
     keys = ServerSettings(port=0, api_keys=("one", "two"))
     with serve_script(note, admission=Admission(max_running=1), server=keys) as served:
