@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from bench.client import Server
+from bench.constraint import constraint
 from bench.equality import equality
 from bench.fidelity import human, infill, seam
 from bench.measure import SIZES, Measure, Size
@@ -20,6 +21,7 @@ SUITES: Mapping[str, Callable[[Sequence[Server], Size], Iterator[Measure]]] = {
     "keys": keys,
     "rounds": rounds,
     "drafts": drafts,
+    "constraint": constraint,
     "seam": seam,
     "human": human,
     "infill": infill,

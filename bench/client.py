@@ -113,8 +113,11 @@ class Server:
         return True
 
     def supports(self, name: str, value: object) -> bool:
-        """Whether this is a Legato that knows a field: it reports those that it does not."""
-        headers = self._post("The", 1, 0, {name: value}).headers
+        """Whether this is a Legato that knows a field, and can do it: it reports or refuses those that it cannot."""
+        try:
+            headers = self._post("The", 1, 0, {name: value}).headers
+        except Refused:
+            return False
         return "legato-seed" in headers and name not in headers.get("legato-ignored", "")
 
     def _post(self, prompt: str, max_tokens: int, temperature: float, fields: dict[str, Any]) -> httpx2.Response:

@@ -22,7 +22,7 @@ def served() -> Iterator[Served]:
 
 
 def test_a_run_leaves_a_table_figures_and_a_plot(served: Served, tmp_path: Path) -> None:
-    suites = "decode,warm,keys,rounds,drafts,seam,human,infill,streams"
+    suites = "decode,warm,keys,rounds,drafts,constraint,seam,human,infill,streams"
     beside = ["--beside", f"again={served.url}/v1", "--suite", suites, "--out", str(tmp_path), "--size", "quick"]
     command = [sys.executable, "-m", "bench", served.url, *beside]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
