@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from legato import AsyncClient, Client
 from legato.asking import DIALECTS, ConnectFailed, StatusError, StreamInterrupted
@@ -181,6 +183,45 @@ def test_thinking_that_was_cut_goes_on() -> None:
                 assert "".join(writing) == "No."
                 assert writing.completion.reasoning == "7 * 13 is 91."
                 assert writing.completion.num_rounds == 5  # One only began the closing tag.
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents
+
+
+class Person(BaseModel):
+    """What is asked for."""
+
+    name: str
+    age: int
+
+
+def in_pieces(document: str) -> Callable[[int, str, Any], bytes]:
+    """Return what writes a document behind what there is of it, three characters an answer."""
+
+    def script(number: int, path: str, body: Any) -> bytes:
+        so_far = body["prompt"] if "prompt" in body else "".join(m["content"] for m in body["messages"][1:])
+        rest = document.removeprefix(so_far)
+        return sse(chunk(rest[:3], "length" if len(rest) > 3 else "stop"))
+
+    return script
+
+
+def test_a_document_comes_back_as_an_instance() -> None:
+    whole = json.dumps({"name": "Ada", "age": 36})
+    with faulty(in_pieces(whole)) as server, at(server) as ours:
+        for begun in ("", whole[:1], whole[:13], whole[:-1]):
+            assert ours.continue_chat(HI, begun, response_model=Person) == Person(name="Ada", age=36)
+        assert ours.continue_text(whole[:7], response_model=Person) == Person(name="Ada", age=36)
+    schema = server.bodies[0]["response_format"]
+    assert (schema["type"], schema["json_schema"]["schema"]) == ("json_schema", Person.model_json_schema())
+
+    async def ask(url: str) -> Person:
+        async with AsyncClient(url, model="m") as ours:
+            return await ours.continue_chat(HI, whole[:9], response_model=Person)
+
+    with faulty(in_pieces(whole)) as server:
+        assert asyncio.run(ask(server.url)) == Person(name="Ada", age=36)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
