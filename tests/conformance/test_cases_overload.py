@@ -394,6 +394,8 @@ def test_the_choices_of_a_client_that_does_not_read_end_and_free_their_places() 
 
 def test_a_whole_answer_that_is_not_read_is_not_kept() -> None:
     with serve_script(Flood(3000), limits=LimitSettings(write_timeout_s=0.3), **LONG) as served:
+        served.complete("x", max_tokens=1)
+        time.sleep(1)  # The store opens its files when usage is first written.
         fds = len(os.listdir("/proc/self/fd"))
         with ask(served, body_for(served, COMPLETIONS, max_tokens=300_000), receive_bytes=4096) as connection:
             assert eventually(lambda: served.engine.counters()["running"] == 1)
