@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
+import hypothesis
 import openai
 import pytest
 
@@ -36,9 +37,12 @@ NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For httpx2, which would otherwise read all the root certificates again for every request."""
 
 
+hypothesis.settings.register_profile("thorough", max_examples=2000)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crashes", type=int, default=12, help="How often the worker is killed under streams.")
-    parser.addoption("--documents", type=int, default=14, help="How many documents of 40 schemas are cut.")
+    parser.addoption("--crashes", type=int, default=6, help="How often the worker is killed under streams.")
+    parser.addoption("--documents", type=int, default=5, help="How many documents of 40 schemas are cut.")
 
 
 @pytest.fixture

@@ -181,13 +181,14 @@ def test_c009_empty_content_beside_tool_calls_is_rendered_with_them(default: Ser
     assert nums.pop() > without
 
 
-def test_c009_arguments_that_are_no_usable_json_do_not_break_the_server(default: Served) -> None:
+def test_c009_arguments_that_are_no_usable_json_do_not_break_the_server(default: Served, small: Served) -> None:
     with stays_alive(default):
         for arguments in ("[" * 100_000, "[" * 600 + "]" * 600, "9" * 5000, "{", ""):
+            served = small if len(arguments) == 5000 else default  # Each digit is a token to be read.
             function = {"name": "add", "arguments": arguments}
             call = {"role": "assistant", "content": None, "tool_calls": [{**TOOL_CALL, "function": function}]}
-            body = body_for(default, CHAT, messages=[user("Add"), call, user("So?")], max_tokens=0)
-            response = default.post(CHAT, body)
+            body = body_for(served, CHAT, messages=[user("Add"), call, user("So?")], max_tokens=0)
+            response = served.post(CHAT, body)
             if response.status_code != 200:
                 check_error(response, 400)
 
@@ -244,7 +245,7 @@ def test_c013_control_text_that_a_user_typed_is_text(name: str, request: pytest.
     served: Served = request.getfixturevalue(name)
     pieces = served.engine.tokenizer.pieces
     names = [pieces[id].decode() for id in sorted(served.engine.tokenizer.control_ids)]
-    specials = sorted(set(names[:25]) - {""})
+    specials = sorted(set(names[:8]) - {""})
     places: dict[str, Callable[[str], Sequence[dict[str, Any]]]] = {
         "user": lambda text: (user(text), marked("ok")),
         "system": lambda text: ({"role": "system", "content": text}, user("Hi")),

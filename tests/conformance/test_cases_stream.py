@@ -398,8 +398,10 @@ def solo() -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode", "whole", "whole decode"])
-@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(
+    ("path", "phase"),
+    [(COMPLETIONS, "prefill"), (CHAT, "decode"), (CHAT, "whole"), (COMPLETIONS, "whole decode")],
+)
 def test_c055_r30_work_ends_when_its_client_leaves(small: Served, solo: Served, path: str, phase: str) -> None:
     prompt = f"{phase} {path} {LONG[:200] if phase == 'whole decode' else LONG}"  # Not in the cache yet.
     source = {"prompt": prompt} if path == COMPLETIONS else {"messages": [user(prompt)]}

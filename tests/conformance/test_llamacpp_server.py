@@ -415,7 +415,7 @@ def test_r17_what_llama_vscode_sends_is_answered(default: Served) -> None:
     answer = response.json()
     assert answer["content"].startswith("al")
     assert answer["tokens_cached"] >= warmed["tokens_evaluated"] - 4
-    ignored = "id_slot, samplers, n_indent, input_extra[0].time"
+    ignored = "id_slot, samplers, input_extra[0].time"
     assert response.headers["legato-ignored"] == ignored
     assert [len(answer["content"]) > 0 for answer in ask(default, INFILL, {**LLAMA_VSCODE, "n_cmpl": 2})] == [True] * 2
 

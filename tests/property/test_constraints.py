@@ -79,7 +79,7 @@ def checker() -> Iterator[Checker]:
 
 
 @given(schema=SCHEMAS)
-@settings(max_examples=2000, deadline=None)
+@settings(deadline=None)
 def test_a_schema_compiles_or_is_refused_with_a_reason(checker: Checker, schema: Any) -> None:
     options = ConstraintOptions("json", json.dumps(schema), "guided_json")
     try:
