@@ -41,8 +41,8 @@ hypothesis.settings.register_profile("thorough", max_examples=2000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crashes", type=int, default=6, help="How often the worker is killed under streams.")
-    parser.addoption("--documents", type=int, default=5, help="How many documents of 40 schemas are cut.")
+    parser.addoption("--crashes", type=int, default=4, help="How often the worker is killed under streams.")
+    parser.addoption("--documents", type=int, default=3, help="How many documents of 40 schemas are cut.")
 
 
 @pytest.fixture
