@@ -33,7 +33,7 @@ from legato.config import Settings
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.scheduler import Scheduler
 from legato.engines.llamacpp.spill import Spill
-from legato.errors import GenerationFailed
+from legato.errors import LegatoError
 from legato.profiles import Profile
 from legato.prompting import render
 from legato.pull import find_model
@@ -204,7 +204,7 @@ class Continuations:
                 scheduler.submit(Job(str(seed), 0, prompt, _NUM_BYTES, Sampling(seed, temperature=1.0)))
             while not scheduler.is_idle:
                 for id, step in scheduler.step():
-                    if isinstance(step, GenerationFailed):
+                    if isinstance(step, LegatoError):
                         raise step
                     written[id] += b"".join(token.data for token in step.tokens)
                     if step.finish == "stop":

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from legato.types import ConstraintOptions
 
-__all__ = ["Compiler", "ConstraintError", "Matcher", "grammar"]
+__all__ = ["Compiler", "ConstraintError", "Matcher", "TooComplex", "grammar"]
 
 Mask = NDArray[np.bool_]
 
@@ -34,7 +34,10 @@ _MAX_SPACE = 16
 """White space that may stand in one place of JSON, unless the prefix itself has more."""
 _MAX_DIGITS = 32
 """After so many digits in a row no more are written, if anything else can stand there."""
-_LIMITS = LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
+_LIMITS = LLParserLimits(step_max_items=20_000, max_items_in_row=1_300, max_lexer_states=50_000, verbose_errors=False)
+"""A row has four items for each optional property that may come next. An ambiguous grammar takes time with its square:
+with so many, 70 ms for a byte.
+"""
 _MAX_COMPILED = 32
 _MAX_MEMORY = 2**31
 _SHOWN = 40
@@ -47,6 +50,10 @@ _BYTES = tuple(bytes([byte]) for byte in range(256))
 
 class ConstraintError(Exception):
     """A constraint is wrong, cannot be compiled, or became too complex on the way."""
+
+
+class TooComplex(ConstraintError):
+    """A constraint became too complex on the way."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ class Matcher:
         """Go on behind `data`; return how many of its bytes can stand there, behind which the matcher then is.
 
         Raises:
-            ConstraintError: it became too complex.
+            TooComplex: what can follow is too much to find out.
         """
         num = self._native.try_consume_tokens([self._num_tokens + byte for byte in data])
         self._check()
@@ -206,7 +213,7 @@ class Matcher:
         """Say of every token whether it can follow; of those that end a text, whether it can end here.
 
         Raises:
-            ConstraintError: it became too complex.
+            TooComplex: what can follow is too much to find out.
         """
         words = np.empty((self._num_tokens + len(_BYTES) + 31) // 32, np.int32)
         self._native.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -220,7 +227,7 @@ class Matcher:
         """Return the bytes that must follow, whatever else does.
 
         Raises:
-            ConstraintError: it became too complex.
+            TooComplex: what can follow is too much to find out.
         """
         if not self._forced:
             self._forced = self._native.compute_ff_bytes()
@@ -239,7 +246,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._native.is_error():
-            raise ConstraintError(_reason(self._native))
+            raise TooComplex(_reason(self._native))
 
 
 def _reason(native: LLMatcher) -> str:

@@ -517,7 +517,7 @@ def _constraint(request: CompletionRequest, job: Job, model: Model) -> Constrain
     pieces = model.engine.tokenizer.pieces
     channels = Channels.of(job, pieces, is_begun=True)
     if channels.channel != "content":
-        return Constraint(model.checker.check(asked, "", is_after_thinking=True), None)
+        return Constraint(model.checker.check(asked, "", is_after_thinking=True), None, asked.field)
     if is_marked and asked.start is None and job.thinking is not None:
         open, close = (
             b"".join(pieces[id] for id in ids).decode() for ids in (job.thinking.open_ids, job.thinking.close_ids)
@@ -536,7 +536,7 @@ def _constraint(request: CompletionRequest, job: Job, model: Model) -> Constrain
             lead = pieces[prompt.ids[at]] + lead
     before = len(prompt.prefix[:start].encode())
     grammar = model.checker.check(asked, begun, lead=lead.decode(), num_before=before)
-    return Constraint(grammar, prompt.origin + len(prompt.heal) - len(data) - len(lead))
+    return Constraint(grammar, prompt.origin + len(prompt.heal) - len(data) - len(lead), asked.field)
 
 
 def _cache_salt(request: CompletionRequest) -> str:

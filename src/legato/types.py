@@ -399,6 +399,8 @@ class Constraint:
     """As `constraint.Compiler` takes it."""
     start: int | None
     """Byte offset, in the whole rendered text, of its beginning. None: it begins where the thinking ends."""
+    field: str
+    """Name of the request's field that asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,11 @@ __all__ = ["document", "schema"]
 
 Schema = Mapping[str, Any]
 
+
+def _number(rng: random.Random) -> float:
+    return round(rng.uniform(-2, 90), rng.randint(0, 4)) or 0.0
+
+
 _WORDS = ("name", "price_in_euro", "Größe", "is_open", "créé le", "tags", "город", "数量", "emoji 😀", "last-seen")
 _STRINGS = ("", "blue", "Grüße", 'a "b"', "naïve\n", "東京", "😀", "x/y", "tab\t")
 _KINDS: tuple[tuple[Schema, Callable[[random.Random], Any]], ...] = (
@@ -18,7 +23,7 @@ _KINDS: tuple[tuple[Schema, Callable[[random.Random], Any]], ...] = (
     ({"type": "string", "maxLength": 12}, lambda rng: rng.choice(_STRINGS)),
     ({"type": "boolean"}, lambda rng: rng.random() < 0.5),
     ({"enum": ["red", "green", "dark blue", 7, None]}, lambda rng: rng.choice(["red", "green", "dark blue", 7, None])),
-    ({"type": "number", "minimum": -2, "maximum": 90}, lambda rng: round(rng.uniform(-2, 90), rng.randint(0, 4))),
+    ({"type": "number", "minimum": -2, "maximum": 90}, _number),
     ({"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, lambda rng: f"AB-{rng.randint(100, 999)}"),
     ({"type": "string", "format": "date"}, lambda rng: f"20{rng.randint(10, 40)}-0{rng.randint(1, 9)}-17"),
     ({"const": "fixed value"}, lambda rng: "fixed value"),

@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 
 from tests.conformance.documents import document, schema
-from tests.conformance.reading import CHAT, COMPLETIONS, check_error, stream
+from tests.conformance.reading import CHAT, COMPLETIONS, check_error, read_events, stream
 from tests.conftest import SMALL, Served, children, serve_script, serve_weights
 
 PHONE: dict[str, Any] = {
@@ -64,6 +64,7 @@ def num_documents(request: pytest.FixtureRequest) -> int:
     return num
 
 
+@pytest.mark.timeout(1800)
 def test_json_cut_anywhere_is_valid_when_it_has_been_continued(small: Served, num_documents: int) -> None:
     rng = random.Random(6)
     sizes = [1 + index * 40 // num_documents for index in range(num_documents)]
@@ -425,6 +426,21 @@ def test_a_gap_and_the_scripted_engine_take_none(default: Served) -> None:
     with serve_script((b"x",)) as script:
         body = {"model": "m", "prompt": "a", "guided_regex": "x"}
         assert check_error(script.post(COMPLETIONS, body), 400, "guided_regex")["code"] == "unsupported"
+
+
+def test_what_becomes_too_complex_while_it_is_written_says_so(small: Served) -> None:
+    # Every letter multiplies the ways in which the text can be read.
+    rules = "".join(f'\nx{at}: "a" | x{at} x{at}' for at in range(50))
+    grammar = 'start: "a" | ' + " | ".join(f"x{at} start" for at in range(50)) + rules
+    fields: dict[str, Any] = {"guided_grammar": grammar, "ignore_eos": True, "temperature": 1}
+    errors = [check_error(post(small, **fields), 400, "guided_grammar")]
+    body = {"model": small.name, "prompt": "aaa", "seed": 7, "max_tokens": 80, "stream": True, **fields}
+    errors += [event["error"] for event in read_events(small.post(COMPLETIONS, body).content) if "error" in event]
+    assert len(errors) == 2
+    for error in errors:
+        assert error["param"] == "guided_grammar"
+        assert re.match("`guided_grammar` became too complex after [0-9]+ tokens of the answer: .", error["message"])
+    assert small.engine.num_restarts == 0
 
 
 def hostile() -> dict[str, dict[str, Any]]:

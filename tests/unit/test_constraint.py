@@ -106,6 +106,6 @@ def test_a_checker_gives_up_in_time_and_goes_on() -> None:
 
 def test_a_job_keeps_its_constraint_as_json() -> None:
     prompt = Prompt((1,), (), b"", 4, 0, "x")
-    for constraint in (None, Constraint("g", 3), Constraint("g", None)):
+    for constraint in (None, Constraint("g", 3, "f"), Constraint("g", None, "f")):
         job = Job("a", 0, prompt, 5, Sampling(7, 0.0), constraint=constraint)
         assert Job.from_json(job.to_json()) == job

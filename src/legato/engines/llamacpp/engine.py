@@ -20,7 +20,7 @@ from typing import Any
 
 from legato.engines.llamacpp.recall import Recall
 from legato.engines.llamacpp.worker import WorkerSettings, pack
-from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
+from legato.errors import ConfigError, EngineUnavailable, GenerationFailed, LegatoError
 from legato.profiles import Profile, profile_from_metadata
 from legato.seam import Seam
 from legato.types import Capabilities, FinishReason, Job, Step, Token, Tokenizer
@@ -316,7 +316,7 @@ class LlamaCppEngine:
             live = self._live.get(job_id)
             if live is None:
                 continue
-            if isinstance(step, GenerationFailed):
+            if isinstance(step, LegatoError):
                 self._fail(live, step)
                 continue
             if not step.tokens and not step.prompt and step.finish is None:

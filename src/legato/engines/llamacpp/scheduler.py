@@ -45,14 +45,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.constraint import Compiler
+from legato.constraint import Compiler, TooComplex
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
 from legato.engines.llamacpp.drafts import Drafter
 from legato.engines.llamacpp.guide import Guide
 from legato.engines.llamacpp.spill import Spill
 from legato.engines.llamacpp.thinking import Budget
-from legato.errors import GenerationFailed
+from legato.errors import GenerationFailed, InvalidField, LegatoError
 from legato.sampling import Row, Sampler, log_softmax
 from legato.seam import Inner, ScoredInner, Seam, best_cover
 from legato.types import FinishReason, Job, ScoredToken, Step, Token
@@ -252,7 +252,7 @@ class Scheduler:
         """Those whose turn in this step is still to come."""
         self._reading: list[_Sequence] = []
         """Those that have a part of their prompt read in this step if there is room."""
-        self._out: list[tuple[str, Step | GenerationFailed]] = []
+        self._out: list[tuple[str, Step | LegatoError]] = []
         self.num_steps = 0
         self.num_decoded = 0
         self.num_drafted = 0
@@ -328,7 +328,7 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[tuple[str, Step | GenerationFailed]]:
+    def step(self) -> list[tuple[str, Step | LegatoError]]:
         """Decode a token for every Job that writes, and some of the prompts; return what came of it, by Job id.
 
         What can be said without a decode is returned before one is made.
@@ -383,8 +383,7 @@ class Scheduler:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - told to whoever waits for the Job
-            reason = f"the engine failed on this request: {type(error).__name__}: {error}"
-            self._out.append((sequence.job.id, GenerationFailed(reason)))
+            self._out.append((sequence.job.id, _failure(sequence, error)))
             if sequence in self._running:
                 self._running.remove(sequence)
             self._free_branches(sequence)
@@ -968,3 +967,13 @@ class Scheduler:
             for branch in sequence.branches:
                 self._model.copy(sequence.id, branch.sequence, 0, sequence.num_kept + branch.num_shared)
         self._num_logged = 0
+
+
+def _failure(sequence: _Sequence, error: Exception) -> LegatoError:
+    constraint = sequence.job.constraint
+    if constraint is not None and isinstance(error, TooComplex):
+        return InvalidField(
+            f"`{constraint.field}` became too complex after {sequence.num_written} tokens of the answer: {error}",
+            param=constraint.field,
+        )
+    return GenerationFailed(f"the engine failed on this request: {type(error).__name__}: {error}")
