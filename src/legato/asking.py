@@ -192,7 +192,10 @@ class Asked:
     def as_chat(self) -> Asked:
         """Turn a raw text into a chat where the dialect, or what is asked for, leaves no other way."""
         dialect = self.dialect
-        if self.messages is not None or (dialect.completions and (dialect.takes_instructions or not self.instructions)):
+        is_told = bool(self.instructions) and not dialect.takes_instructions
+        # Of a raw text, servers constrain the answer alone; of a marked message, all of it.
+        is_shaped = self.schema is not None and dialect.mark is not None
+        if self.messages is not None or (dialect.completions and not is_told and not is_shaped):
             return self
         system = ({"role": "system", "content": self.instructions},) if self.instructions else ()
         return replace(self, messages=(*system, {"role": "user", "content": _TASK}), instructions=None)

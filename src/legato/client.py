@@ -133,7 +133,23 @@ class _Common:
 def _schema(model: type[_Document] | None) -> Mapping[str, Any] | None:
     if model is None:
         return None
-    return {"name": getattr(model, "__name__", "document"), "schema": model.model_json_schema(), "strict": True}
+    schema = _closed(model.model_json_schema())
+    return {"name": getattr(model, "__name__", "document"), "schema": schema, "strict": True}
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no other properties than it names, unless it says what those are.
+
+    Otherwise a model may write properties without an end.
+    """
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(part) for key, part in schema.items()}
+    if closed.get("type") == "object" and "properties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 @dataclass

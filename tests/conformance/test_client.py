@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from legato import AsyncClient, Client
 from legato.asking import DIALECTS, ConnectFailed, StatusError, StreamInterrupted
@@ -214,7 +214,8 @@ def test_a_document_comes_back_as_an_instance() -> None:
             assert ours.continue_chat(HI, begun, response_model=Person) == Person(name="Ada", age=36)
         assert ours.continue_text(whole[:7], response_model=Person) == Person(name="Ada", age=36)
     schema = server.bodies[0]["response_format"]
-    assert (schema["type"], schema["json_schema"]["schema"]) == ("json_schema", Person.model_json_schema())
+    wanted = {**Person.model_json_schema(), "additionalProperties": False}
+    assert (schema["type"], schema["json_schema"]["schema"]) == ("json_schema", wanted)
 
     async def ask(url: str) -> Person:
         async with AsyncClient(url, model="m") as ours:
@@ -222,6 +223,25 @@ def test_a_document_comes_back_as_an_instance() -> None:
 
     with faulty(in_pieces(whole)) as server:
         assert asyncio.run(ask(server.url)) == Person(name="Ada", age=36)
+
+
+class City(BaseModel):
+    """What a small model can be asked for."""
+
+    name: str = Field(max_length=20)
+    population: int = Field(ge=0, le=10**7)
+    is_capital: bool
+
+
+@pytest.mark.parametrize("dialect", ["legato", "kimi", "vllm"])
+def test_c081_a_document_begun_comes_back_as_an_instance_from_a_model(small: Served, dialect: str) -> None:
+    begun = '{"name": "Lisb'
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+    with client(small, dialect) as ours:
+        city = ours.continue_chat([user("Describe a city as JSON.")], begun, response_model=City, **options)
+        assert city.name.startswith("Lisb")
+        assert ours.continue_text(begun, response_model=City, **options).name.startswith("Lisb")
+        assert isinstance(ours.continue_chat([user("Describe a city.")], response_model=City, **options), City)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
