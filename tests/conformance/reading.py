@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
@@ -169,6 +173,27 @@ def num_running(served: Served) -> int:
 def is_idle(served: Served) -> bool:
     """Whether nothing runs or waits."""
     return num_running(served) == 0
+
+
+def is_established(connection: socket.socket) -> bool:
+    """Whether the server's end of a connection over IPv4 is open still."""
+    ends = [f":{end[1]:04X}" for end in (connection.getpeername(), connection.getsockname())]
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()]
+    return any(row[3] == "01" and [row[1][8:], row[2][8:]] == ends for row in rows)
+
+
+def num_sockets() -> int:
+    """How many sockets this process has open. Its files are no measure: the store opens some whenever it likes."""
+    targets = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            targets.append(os.readlink(path))
+    return sum(target.startswith("socket:") for target in targets)
+
+
+def own_threads() -> set[threading.Thread]:
+    """The threads of this process, but for those of event loops' pools, which are kept for what comes next."""
+    return {thread for thread in threading.enumerate() if "asyncio" not in thread.name}
 
 
 @contextmanager

@@ -176,9 +176,9 @@ def test_c065_a_body_that_stalls_is_given_up() -> None:
         status, headers, body = read_answer(connection, bytearray())
         assert (status, headers["connection"]) == (408, "close")
         check_error_body(json.loads(body))
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
         assert connection.recv(100) == b""
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("length", [b"10", b"0", b"99999999999999999999999999", b"-5", b"1e3"])
