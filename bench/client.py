@@ -188,15 +188,17 @@ def company(server: Server, num: int) -> Iterator[None]:
 
 
 @contextmanager
-def serving(*command: str) -> Iterator[str]:
-    """Run a Python module that serves on a free port and says its address in its first line; yield the address."""
+def serving(*command: str) -> Iterator[tuple[str, int]]:
+    """Run a Python module that serves on a free port and says its address in its first line; yield the address, and
+    the process.
+    """
     process = subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True, env=os.environ)
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
         if " at http" not in line:
             raise Refused(f"{' '.join(command)} said: {line}{process.stderr.read()}")
-        yield line.split(" at ")[1].strip()
+        yield line.split(" at ")[1].strip(), process.pid
     finally:
         process.terminate()
         process.communicate(timeout=60)

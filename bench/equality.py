@@ -151,7 +151,7 @@ def main(
         if not urls:
             names = models or ("smollm2-135m", "qwen2.5-coder-0.5b")
             urls = tuple(
-                served.enter_context(serving("legato", "serve", "--port", "0", "--model", name)) for name in names
+                served.enter_context(serving("legato", "serve", "--port", "0", "--model", name))[0] for name in names
             )
         servers = [Server.at(url, url) for url in urls]
         servers = [Server.at(server.model, server.url) for server in servers]

@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from bench.client import Answer, Server, alternate, at_once, serving
+from bench import load
+from bench.client import Answer, Server, alternate, at_once
 from bench.measure import Measure, Size
 from bench.texts import EDIT_TASK, EDITED, FILE, NOISE_WORDS
 
@@ -134,27 +133,7 @@ def drafts(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
 
 def streams(servers: Sequence[Server], size: Size) -> Iterator[Measure]:
     """Events per second of Legato without a model: the scripted engine on one core, read by many clients."""
-
-    async def read(url: str) -> int:
-        parts = urlsplit(url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        body = b'{"model": "script", "prompt": "Go.", "max_tokens": 4000, "stream": true}'
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-        answer = await reader.read(-1)
-        writer.close()
-        return answer.count(b"data: {")
-
-    async def read_all(url: str) -> float:
-        start = time.perf_counter()
-        nums = await asyncio.gather(*(read(url) for _ in range(size.clients)))
-        return sum(nums) / (time.perf_counter() - start)
-
-    cores = sorted(os.sched_getaffinity(0))
-    with serving("bench.scripted", str(cores[0])) as url:
-        os.sched_setaffinity(0, cores[1:] or cores)
-        try:
-            rates = [asyncio.run(read_all(url)) for _ in range(size.repeats)]
-        finally:
-            os.sched_setaffinity(0, cores)
+    with load.apart() as core, load.on_core(core) as (url, pid, _):
+        found = [asyncio.run(load.streams(url, pid, size.clients, 0)) for _ in range(size.repeats)]
+    rates = [each.events / each.seconds for each in found]
     yield Measure("streams", f"scripted engine, {size.clients} clients", "events/s", {servers[0].name: rates})

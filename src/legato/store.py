@@ -11,9 +11,11 @@ import hashlib
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,7 @@ _spent = sa.Table(
     sa.Column("requests", sa.BigInteger, nullable=False),
     sa.Column("tokens", sa.BigInteger, nullable=False),
 )
+_SPENT_BY = sa.select(_spent.c.window, _spent.c.requests, _spent.c.tokens).where(_spent.c.key == sa.bindparam("by"))
 _usage = sa.Table(
     "usage",
     metadata,
@@ -303,25 +306,29 @@ class Store:
         with self.writing() as connection:
             if self.file is None:  # SQLite lets one write at a time; elsewhere others wait for the key's row.
                 connection.execute(sa.select(_keys.c.name).where(_keys.c.name == key.name).with_for_update())
-            mine = sa.select(_spent).where(_spent.c.key == key.name)
-            spent = {row.window: (row.requests, row.tokens) for row in connection.execute(mine)}
+            mine = connection.execute(_SPENT_BY, {"by": key.name})
+            spent = {window: (requests, taken) for window, requests, taken in mine}
             _check_limits(key, tokens, spent.get(minute, (0, 0)), spent.get(month, (0, 0))[1], now)
             if over := spent.keys() - {minute, month}:
                 connection.execute(sa.delete(_spent).where(_spent.c.key == key.name, _spent.c.window.in_(over)))
-            rows = [{"key": key.name, "window": window, "requests": 1, "tokens": tokens} for window in (minute, month)]
-            connection.execute(_adding(connection, _spent), rows)
-        return Charge(key.name, (minute, month), tokens)
+            rows = [{"key": key.name, "window": window, "requests": 1, "tokens": tokens} for window in (month, minute)]
+            connection.execute(_adding(connection.dialect.name, _spent), rows)
+        return Charge(key.name, (month, minute), tokens)
 
     # Usage
 
     def record(self, rows: Iterable[UsageRow], refunds: Iterable[Charge] = ()) -> None:
         """Add to usage, and give back what was charged and not taken, in windows that are not over."""
         with self.writing() as connection:
-            if values := [asdict(row) for row in rows]:
-                connection.execute(_adding(connection, _usage), values)
+            # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
+            if values := sorted(map(asdict, rows), key=lambda row: (row["day"], row["key"], row["model"])):
+                connection.execute(_adding(connection.dialect.name, _usage), values)
+            untaken: Counter[tuple[str, str]] = Counter()
             for charge in refunds:
-                mine = (_spent.c.key == charge.key, _spent.c.window.in_(charge.windows))
-                connection.execute(sa.update(_spent).where(*mine).values(tokens=_spent.c.tokens - charge.tokens))
+                untaken.update({(charge.key, window): charge.tokens for window in charge.windows})
+            for (key, window), tokens in sorted(untaken.items()):
+                mine = (_spent.c.key == key, _spent.c.window == window)
+                connection.execute(sa.update(_spent).where(*mine).values(tokens=_spent.c.tokens - tokens))
 
     def usage(self, since: str = "", until: str = "9") -> list[UsageRow]:
         """Return usage by day, key and model, of the days from `since` to `until`."""
@@ -393,9 +400,10 @@ def _key(row: Any) -> Key:
     return Key(**{**values, "models": tuple(row.models)})
 
 
-def _adding(connection: sa.Connection, table: sa.Table) -> Any:
+@cache
+def _adding(dialect: str, table: sa.Table) -> Any:
     """Return a statement that adds rows, or their counts to those of the rows that are there."""
-    insert = (sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert)(table)
+    insert = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(table)
     counts = {column.name: column + insert.excluded[column.name] for column in table.c if not column.primary_key}
     return insert.on_conflict_do_update(index_elements=list(table.primary_key), set_=counts)
 
