@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from legato.config import ServerSettings
+from legato.store import Key
 from tests.conformance.reading import CHAT, COMPLETIONS, check_error, read_events
+from tests.conformance.test_access import routes
 from tests.conftest import NO_TLS, Served, serve_script
 
 NAMES = [
@@ -120,7 +124,7 @@ def client(server: Served) -> Iterator[httpx2.Client]:
         yield client
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(body=BODIES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_any_json_is_answered_or_refused(client: httpx2.Client, server: Served, path: str, body: Any) -> None:
@@ -161,7 +165,7 @@ NATIVE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(body=NATIVE | VALUES)
 @pytest.mark.parametrize(
     "path", ["/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/api/generate"]
@@ -174,11 +178,71 @@ def test_any_json_is_answered_or_refused_on_native_paths(
     assert server.engine.counters()["running"] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(data=st.binary(max_size=60) | st.text(alphabet='{}[]",:\\u0dtrue1e-. ', max_size=40).map(str.encode))
 def test_any_bytes_are_refused_or_answered(client: httpx2.Client, data: bytes) -> None:
     response = client.post(COMPLETIONS, content=data, headers={"content-type": "application/json"})
     check_error(response, 400)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every route, and whatever headers
+
+
+PRINTABLE = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20).map(str.strip)
+SENT = (
+    "accept", "content-encoding", "content-type", "cookie", "expect", "host", "last-event-id", "origin", "range",
+    "traceparent", "upgrade", "user-agent", "x-api-key", "x-request-id", "x-any",
+)  # fmt: skip
+HEADERS = st.dictionaries(
+    st.sampled_from(SENT),
+    PRINTABLE | st.sampled_from(["application/json", "text/plain", "identity", "localhost", "h2c", "3", "-1"]),
+    max_size=2,
+)
+QUERIES = st.just("") | st.dictionaries(
+    st.sampled_from(["after", "since", "until", "x"]),
+    st.sampled_from(["0", "3", "-1", "2020-01-01", "2020-99-99"]) | st.text(max_size=5),
+    max_size=2,
+).map(urlencode)
+NEW_KEYS = st.fixed_dictionaries(
+    {"name": st.text("ab.", max_size=5)}, optional={"models": VALUES, "expires_at": VALUES}
+)
+
+
+@pytest.fixture(scope="module")
+def managed() -> Iterator[tuple[Served, dict[str, str], str]]:
+    """A server with keys, what the headers of one that may do everything are, and the id of a generation of its own."""
+    with serve_script([b"some text"], server=ServerSettings(port=0, api_keys=("plain",))) as served:
+        headers = {"authorization": f"Bearer {served.store.create_key(Key('root', admin=True))}"}
+        body = {"model": "m", "prompt": "x", "resumable": True}
+        yield served, headers, served.post(COMPLETIONS, body, headers=headers).json()["id"]
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_any_request_on_any_route_is_answered_or_refused(
+    managed: tuple[Served, dict[str, str], str], caplog: pytest.LogCaptureFixture, method: str, data: st.DataObject
+) -> None:
+    served, key, id = managed
+    path = data.draw(st.sampled_from([path for _, path in routes()]))
+    name = data.draw(st.sampled_from(["m", "spare"]) | st.text(max_size=6))
+    if "/generations/" in path and method != "DELETE":
+        name = data.draw(st.sampled_from([id, name]))
+    path = "/".join(quote(name, safe="") if part == "m" else part for part in path.split("/"))
+    body = data.draw(
+        (NEW_KEYS if "/admin/" in path else BODIES | NATIVE).map(json.dumps).map(str.encode) | st.binary(max_size=20)
+    )
+    headers = data.draw(HEADERS) | (key if data.draw(st.integers(0, 9)) else {})
+    query = data.draw(QUERIES)
+    with httpx2.Client(verify=NO_TLS, timeout=30) as client:
+        response = client.request(
+            method, f"{served.url}{path}?{query}", headers=headers, content=None if method == "GET" else body
+        )
+    assert response.status_code < 500 or response.status_code == 501, response.text
+    assert "Traceback" not in response.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert served.engine.counters()["running"] == 0
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])

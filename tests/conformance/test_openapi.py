@@ -13,6 +13,7 @@ import pytest
 
 from legato.config import ServerSettings
 from legato.server.openapi import GENERATIONS
+from legato.store import Key
 from tests.conformance.reading import CHAT, HI, is_idle, read_events
 from tests.conformance.test_access import routes
 from tests.conftest import SMALL, Served, serve_script, serve_weights
@@ -26,6 +27,13 @@ def open_server() -> Iterator[Served]:
     """A server that plays a short text."""
     with serve_script(SCRIPT) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def managed() -> Iterator[tuple[Served, str]]:
+    """A server with keys, and one that may manage them."""
+    with serve_script(SCRIPT, server=ServerSettings(port=0, api_keys=("plain",))) as served:
+        yield served, f"Authorization: Bearer {served.store.create_key(Key('root', admin=True))}"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +64,9 @@ def explore(served: Served, folder: Path, *options: str) -> int:
 
 def test_the_document_has_every_path_of_the_neutral_surface(locked: Served) -> None:
     document = locked.get("/openapi.json").json()
-    served = {path for _, path in routes() if path.startswith("/v1/")}
+    served = {path for _, path in routes() if path.startswith(("/v1/", "/admin/"))}
     described = {path.replace("{name}", "m").replace("{id}", "m") for path in document["paths"]}
-    assert described == {*served, "/health", "/ready"}
+    assert described == {*served, "/health", "/ready", "/metrics"}
     assert document["openapi"] == "3.1.0"
     bodies = [document["components"]["schemas"][name] for name in ("CompletionsBody", "ChatBody", "InfillBody")]
     assert [body["properties"]["model"]["enum"] for body in bodies] == [["m"]] * 3
@@ -68,6 +76,13 @@ def test_the_document_has_every_path_of_the_neutral_surface(locked: Served) -> N
 def test_any_request_is_answered_as_the_document_says(open_server: Served, tmp_path: Path) -> None:
     assert explore(open_server, tmp_path, "--generation-deterministic", "--max-examples", "500") >= NUM_CASES
     assert is_idle(open_server)
+
+
+@pytest.mark.timeout(120)
+def test_keys_are_managed_as_the_document_says(managed: tuple[Served, str], tmp_path: Path) -> None:
+    served, key = managed
+    options = ["--include-path-regex", "^/(admin|metrics)", "--max-examples", "30", "--header", key]
+    assert explore(served, tmp_path, "--generation-deterministic", *options) > 100
 
 
 WISHES: Sequence[Mapping[str, Any]] = (

@@ -22,10 +22,11 @@ from legato.server.streaming import send_body
 from legato.store import Key, Store
 from legato.wire import encode_json, parse_body
 
-__all__ = ["admin_routes", "check_admin"]
+__all__ = ["DAY", "KeyBody", "admin_routes", "check_admin"]
 
 _Limit = Annotated[int, Field(ge=1, le=2**53)] | None
-_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+DAY = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
+"""A pattern."""
 
 
 class KeyBody(Body):
@@ -87,7 +88,7 @@ def admin_routes(store: Store, gate: Gate) -> Mapping[str, Mapping[str, Endpoint
         check_admin(scope["key"])
         days = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         for name, value in days.items():
-            if name not in ("since", "until") or not _DAY.fullmatch(value):
+            if name not in ("since", "until") or not re.fullmatch(DAY, value):
                 raise InvalidField(f"`since` and `until` may be given, as YYYY-MM-DD, got `{name}={value}`", param=name)
         rows = await asyncio.to_thread(lambda: store.usage(**days))
         await answer(send, {"object": "list", "data": [asdict(row) for row in rows]})

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the neutral surface: every path below `/v1`, `/health` and `/ready`.
+"""The OpenAPI document of the neutral surface: every path below `/v1` and `/admin`, `/health`, `/ready` and `/metrics`.
 
 It receives dialects and the names of models, and returns the document. What a request may have is read from the bodies
 that the dialects check, and which errors there are from their classes. What an answer has is declared here, without
@@ -30,10 +30,13 @@ from legato.errors import (
     HostNotAllowed,
     InvalidField,
     JournalFull,
+    KeyExists,
+    KeyNotFound,
     LegatoError,
     MalformedBody,
     ModelNotFound,
     NotAuthenticated,
+    NotPermitted,
     Overloaded,
     PromptTooLong,
     RateLimited,
@@ -41,7 +44,10 @@ from legato.errors import (
     UnsupportedFeature,
     UnsupportedMediaType,
 )
+from legato.server.admin import DAY, KeyBody
 from legato.server.middleware import Reply
+from legato.server.watch import METRICS_TYPE
+from legato.store import Key, UsageRow
 from legato.types import FinishReason
 from legato.wire import EVENTS
 
@@ -272,6 +278,26 @@ class Deletion(_Object):
     deleted: Literal[True]
 
 
+class Keys(_Object):
+    object: Literal["list"]
+    data: list[Key]
+
+
+class MadeKey(_Object):
+    name: str
+    key: str
+
+
+class Revocation(_Object):
+    name: str
+    revoked: Literal[True]
+
+
+class UsageRows(_Object):
+    object: Literal["list"]
+    data: list[UsageRow]
+
+
 class ErrorDetails(_Object):
     message: str
     type: str
@@ -361,7 +387,7 @@ def describe(dialects: Mapping[str, Dialect], names: Sequence[str], *, has_keys:
     """Return the document of a server: its dialects by path, and the names that `model` may have."""
     generations = {path: (dialects[path], said) for path, said in GENERATIONS.items()}
     answers = {kind for said in GENERATIONS.values() for kind in (said.answer, said.chunk, said.error)}
-    others = {Models, Model, Health, Readiness, Generation, Deletion}
+    others = {Models, Model, Health, Readiness, Generation, Deletion, KeyBody, Keys, MadeKey, Revocation, UsageRows}
     kinds = {*answers, *(dialect.body for dialect, _ in generations.values()), *others}
     refs, shared = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in kinds],
@@ -372,8 +398,8 @@ def describe(dialects: Mapping[str, Dialect], names: Sequence[str], *, has_keys:
     components = {name: {**schema} for name, schema in sorted(shared["$defs"].items())}
     for schema in components.values():
         schema.pop("title", None)
-    for dialect, _ in generations.values():
-        body = components[schemas[dialect.body]["$ref"].rpartition("/")[2]]
+    for kind in (*(dialect.body for dialect, _ in generations.values()), KeyBody):
+        body = components[schemas[kind]["$ref"].rpartition("/")[2]]
         body["properties"] = dict(_properties(body, names))
 
     refusals = [HostNotAllowed, *([NotAuthenticated] if has_keys else [])]
@@ -416,6 +442,33 @@ def describe(dialects: Mapping[str, Dialect], names: Sequence[str], *, has_keys:
         "Go on behind a resumable answer", "post", whole, *_FAILURES, GenerationRunning, **given
     )
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    for kind in ("KeyBody", "Key", "UsageRow"):
+        components[kind]["additionalProperties"] = False
+
+    def admin(
+        summary: str, method: str, answer: Any, *more: type[LegatoError], status: str = "200", **keys: Any
+    ) -> Any:
+        refused = _errors([*refusals, NotPermitted, StoreUnavailable, *more], OPENAI.encode_error, schemas[Error])
+        return {method: {"summary": summary, "responses": {status: answer, **refused}, **keys}}
+
+    made = _content("The key, which is shown this once.", schemas[MadeKey])
+    wanted = {"requestBody": {"required": True, "content": {_JSON: {"schema": schemas[KeyBody]}}}}
+    unread = (MalformedBody, BodyTimeout, BodyTooLarge, UnsupportedMediaType)
+    paths["/admin/keys"] = {
+        **admin("List the keys", "get", _content("All of them, also those that are revoked.", schemas[Keys])),
+        **admin("Make a key", "post", made, InvalidField, KeyExists, *unread, status="201", **wanted),
+    }
+    revoked = _content("It is wrong from now on.", schemas[Revocation])
+    paths["/admin/keys/{name}"] = admin("Revoke a key", "delete", revoked, KeyNotFound, parameters=[name])
+    paths["/admin/keys/{name}/rotate"] = admin(
+        "Replace a key", "post", made, InvalidField, KeyNotFound, parameters=[name]
+    )
+    rows = _content("By day, key and model.", schemas[UsageRows])
+    day = {"type": "string", "pattern": f"^{DAY}$"}
+    days = [{"name": end, "in": "query", "schema": day} for end in ("since", "until")]
+    paths["/admin/usage"] = admin("Show what was used", "get", rows, InvalidField, parameters=days)
+    text = {"description": "For Prometheus.", "content": {METRICS_TYPE: {"schema": {"type": "string"}}}}
+    paths["/metrics"] = admin("Show the metrics", "get", text)
     paths["/v1/models"] = question("List the models", Models, refusals)
     paths["/v1/models/{name}"] = question("Show a model", Model, [*refusals, ModelNotFound], parameters=[name])
     paths["/health"] = question("Say whether the engines run", Health, [HostNotAllowed], security=[])
