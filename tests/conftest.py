@@ -41,13 +41,15 @@ hypothesis.settings.register_profile("thorough", max_examples=2000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crashes", type=int, default=4, help="How often the worker is killed under streams.")
+    parser.addoption(
+        "--crashes", type=int, default=4, help="How often the worker, and a server, is killed under streams."
+    )
     parser.addoption("--documents", type=int, default=3, help="How many documents of 40 schemas are cut.")
 
 
 @pytest.fixture
 def num_crashes(request: pytest.FixtureRequest) -> int:
-    """How often the worker is killed under streams."""
+    """How often the worker, and a server, is killed under streams."""
     num: int = request.config.getoption("--crashes")
     return num
 

@@ -16,15 +16,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from legato.config import ServerSettings
+from legato.config import ModelSettings, ServerSettings, Settings
 from legato.engines.scripted import Pause
+from legato.models import Models, load_models
 from legato.profiles import InfillTokens
 from legato.server import access
 from legato.store import Key, Store, UsageRow
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.routes import EVERY, body_on
 from tests.conformance.test_cli import alone, failure, output
-from tests.conftest import NO_TLS, Served, children, serve_process, serve_script
+from tests.conftest import NO_TLS, SMALL, Served, children, serve, serve_process, serve_script
 
 __all__ = ["alone"]
 
@@ -181,6 +182,27 @@ def test_limits_hold_over_servers(served: Served) -> None:
         both = [served, other] * 4
         answers = [one.post(COMPLETIONS, body, headers=header).status_code for one in both]
     assert answers == [200] * 5 + [429] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What others have asked
+
+
+def test_a_key_does_not_learn_from_the_cache_what_another_asked() -> None:
+    async def load() -> Models:
+        return await load_models(Settings(models={SMALL: ModelSettings()}))
+
+    body = {"model": SMALL, "prompt": "The keeper wrote in the log of the lighthouse. " * 8, "max_tokens": 1}
+    with serve(load, ServerSettings(port=0, api_keys=("ann", "bob"))) as served:
+
+        def num_cached(key: str, **fields: Any) -> int:
+            answer = served.post(COMPLETIONS, {**body, **fields}, headers=bearer(key)).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [num_cached("ann") > 0 for _ in range(2)] == [False, True]
+        assert [num_cached("bob") > 0 for _ in range(2)] == [False, True]
+        assert num_cached("ann", cache_salt="x") == 0
+        assert num_cached("bob", cache_salt="x") == 0, "a salt is a key's own, too"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

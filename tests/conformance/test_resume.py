@@ -24,11 +24,12 @@ from legato.config import ServerSettings, StoreSettings
 from legato.engines.scripted import Fault, Pause, Script
 from legato.store import Key, Store
 from legato.types import Job
-from tests.conformance.reading import CHAT, COMPLETIONS, check_error, user
+from tests.conformance.reading import CHAT, COMPLETIONS, check_error, together, user
 from tests.conformance.routes import OPENAI_SHAPED, body_on
 from tests.conformance.vendors import MISTRAL
-from tests.conftest import NO_TLS, Served, serve_script
+from tests.conftest import NO_TLS, SMALL, Served, serve_process, serve_script, weights
 from tests.postgresql import serve_postgresql
+from tests.tokenizers import write_tokenizer
 
 TEXT = " ".join(f"w{num}" for num in range(100))[:198]
 NUM_EVENTS = 200
@@ -436,12 +437,25 @@ def process(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             server.kill()
 
 
-@pytest.mark.timeout(300)
+NUM_DEATHS = 4
+"""Of a server, one after the other, while the same generations run."""
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_server_that_dies_loses_no_generation(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_server_that_dies_loses_no_generation(number: signal.Signals, num_crashes: int, tmp_path: Path) -> None:
     """At random moments, of several generations at once; what a client was told stays, and the rest follows."""
-    url = f"sqlite:///{tmp_path}/legato.db"
-    moments = random.Random(number)
+
+    def run(turn: int) -> None:
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        die(f"sqlite:///{folder}/legato.db", number, random.Random(100 * number + turn))
+
+    together(run, range(-(-num_crashes // NUM_DEATHS)), 4)
+
+
+def die(url: str, number: signal.Signals, moments: random.Random) -> None:
+    """Kill a server some times under generations, and read them in what is started then."""
     found: dict[int, list[Event]] = {0: [], 1: [], 2: []}
     with process(url) as (server, address):
 
@@ -462,7 +476,7 @@ def test_a_server_that_dies_loses_no_generation(number: signal.Signals, tmp_path
         os.kill(server.pid, number)
         for reader in readers:
             reader.join()
-    for _ in range(2):
+    for _ in range(NUM_DEATHS - 1):
         with process(url) as (server, address):
             time.sleep(moments.uniform(0.5, 7))
             os.kill(server.pid, number)
@@ -481,6 +495,60 @@ def test_a_server_that_dies_loses_no_generation(number: signal.Signals, tmp_path
             assert answer["choices"][0]["text"] == TEXT
     with closing(Store.open(url)) as store:
         assert [(row.key, row.requests) for row in store.usage()] == [("", 3)]
+
+
+NAMES = {"type": "array", "minItems": 12, "items": {"type": "string", "minLength": 8, "maxLength": 12}}
+CONSTRAINED: Sequence[Mapping[str, Any]] = (
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": NAMES}}},
+    {
+        "guided_grammar": 'root ::= item{12} "done"\nitem ::= "- " [a-z ]{8,20} " (" [0-9]{3} " EUR)\\n"',
+        "temperature": 0.8,
+    },
+    {"guided_regex": "[a-z]{3,9}(, [a-z]{3,9}){30}", "temperature": 0.8, "logprobs": 1},
+)
+
+
+def killed_under(settings: str, requests: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Check that answers of a model end as they would have, if their server is killed in the middle of them."""
+    file = folder / "legato.toml"
+    file.write_text(f"[store]\nurl = 'sqlite:///{folder}/legato.db'\n{settings}")
+    plain = {"model": "own", "prompt": "A list of names in Fran", "temperature": 0, "seed": 7, "max_tokens": 200}
+    asked = [{**plain, "stream": True, "resumable": True, **request} for request in requests]
+    found = []
+    with serve_process("--config", str(file)) as server, ExitStack() as stack:
+        url = server.url.removesuffix("/v1")
+        whole = []
+        for fields in asked:
+            with opened(url, COMPLETIONS, post=fields, headers={}) as lines:
+                whole.append([data for _, data in events(lines)])
+        streams = [stack.enter_context(opened(url, COMPLETIONS, post=fields, headers={})) for fields in asked]
+        found = [events(lines, 12) for lines in streams]
+        for told in found:
+            assert httpx2.get(f"{url}/v1/generations/{id_of(told)}", verify=NO_TLS).json()["status"] == "running"
+        os.kill(server.pid, signal.SIGKILL)
+    with serve_process("--config", str(file)) as server:
+        url = server.url.removesuffix("/v1")
+        for told, expected in zip(found, whole, strict=True):
+            with opened(url, f"/v1/generations/{id_of(told)}/events?after={len(told)}", headers={}) as lines:
+                told += events(lines)
+            assert [choice_of(data) for _, data in told] == [choice_of(data) for data in expected]
+
+
+def choice_of(data: str) -> Any:
+    """What an event says, without the id and the time of its answer."""
+    return data if data == "[DONE]" else json.loads(data)["choices"]
+
+
+@pytest.mark.timeout(180)
+def test_an_answer_under_a_constraint_survives_its_server(tmp_path: Path) -> None:
+    killed_under(f"[models.own]\npath = '{weights(SMALL)}'\n", CONSTRAINED, tmp_path)
+
+
+@pytest.mark.timeout(180)
+def test_an_answer_of_another_server_survives_the_one_before_it(small: Served, tmp_path: Path) -> None:
+    write_tokenizer(weights(SMALL), tmp_path)
+    settings = f"[models.own]\nengine = 'upstream'\nurls = ['{small.url}']\ntokenizer = '{tmp_path}'\n"
+    killed_under(settings, [{}, {"prompt": "One, two, three, four,", "stop": ["forty"]}], tmp_path)
 
 
 def test_a_generation_belongs_to_its_key_after_a_death_too(tmp_path: Path) -> None:
