@@ -494,7 +494,9 @@ def die(url: str, number: signal.Signals, moments: random.Random) -> None:
             answer = httpx2.get(f"{address}/v1/generations/{id}", verify=NO_TLS).json()["answer"]
             assert answer["choices"][0]["text"] == TEXT
     with closing(Store.open(url)) as store:
-        assert [(row.key, row.requests) for row in store.usage()] == [("", 3)]
+        (usage,) = store.usage()
+        # What is killed may lose the counts of its last second; nothing is counted twice.
+        assert usage.requests == 3 or (number == signal.SIGKILL and usage.requests < 3)
 
 
 NAMES = {"type": "array", "minItems": 12, "items": {"type": "string", "minLength": 8, "maxLength": 12}}
