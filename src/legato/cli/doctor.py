@@ -17,6 +17,7 @@ import click
 
 from legato.cli.options import config_option, model_option, settings_for
 from legato.config import Settings
+from legato.engines.llamacpp import matmul
 from legato.errors import ConfigError, LegatoError
 
 __all__ = ["command"]
@@ -42,7 +43,8 @@ def _checks(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield True, f"Python {platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     is_installed = importlib.util.find_spec("llama_cpp") is not None
     if is_installed:
-        yield True, f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}"
+        version = importlib.metadata.version("llama-cpp-python")
+        yield True, f"llama-cpp-python {version}, {'with' if matmul.is_loaded else 'without'} Legato's own products"
     elif any(model.engine == "llamacpp" for model in settings.models.values()):
         yield False, "llama-cpp-python is not installed: `pip install 'legato[local]'`"
     for name, model in settings.models.items():

@@ -14,6 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from legato.engines.llamacpp import matmul  # isort: skip  # Its function is found first where it is loaded first.
+
 import llama_cpp
 import numpy as np
 from llama_cpp._ggml import libggml as ggml
@@ -34,6 +36,7 @@ def _on_log(level: int, text: bytes, _: Any) -> None:
         del _log[:-20]
 
 
+matmul.bind(Path(llama_cpp.__file__).parent / "lib")
 llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
 llama_cpp.llama_backend_init()
 
@@ -60,7 +63,7 @@ def fingerprint(path: Path) -> str:
     status = path.stat()
     with path.open("rb") as file:
         head = blake2b(file.read(1 << 20), digest_size=8).hexdigest()
-    return f"{head} {status.st_size} {status.st_mtime_ns} {llama_cpp.__version__}"
+    return f"{head} {status.st_size} {status.st_mtime_ns} {llama_cpp.__version__} {matmul.is_loaded}"
 
 
 class Vocabulary:
