@@ -129,6 +129,8 @@ class ModelSettings:
     """What the model is called there; empty: the first one that a server lists."""
     upstream_key: str = ""
     """Sent there as a bearer token; empty: none."""
+    upstream_plugin: bool = False
+    """Whether these servers are vLLM with Legato's plug-in: sampling is then as exact as the embedded engine's."""
     tokenizer: str = ""
     """A folder with the model's `tokenizer.json`, `tokenizer_config.json` and `config.json`, for `upstream`."""
     reasoning_open: str = ""
@@ -390,7 +392,7 @@ def _check(settings: Settings) -> None:
                 f"`http://localhost:3000` with nothing after it, or `*`, got {origin!r}"
             )
     for name, model in settings.models.items():
-        for option in ("urls", "tokenizer", "upstream_model", "upstream_key"):
+        for option in ("urls", "tokenizer", "upstream_model", "upstream_key", "upstream_plugin"):
             is_given, is_upstream = bool(getattr(model, option)), model.engine == "upstream"
             if is_given and not is_upstream:
                 raise ConfigError(f'`models.{name}.{option}` needs `models.{name}.engine` to be "upstream"')

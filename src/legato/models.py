@@ -153,6 +153,7 @@ async def _upstream(settings: ModelSettings) -> Engine:
             key=settings.upstream_key,
             folder=Path(settings.tokenizer),
             context_length=settings.context_length,
+            has_plugin=settings.upstream_plugin,
         )
     except ImportError:
         raise ConfigError("the engine `upstream` is not installed: `pip install 'legato[upstream]'`") from None

@@ -8,6 +8,10 @@ log-probabilities that come back are the model's own, and the server's prefix ca
 What such a server cannot do is not done: noise by the key of a place, so that sampled text depends on how it was cut,
 and canonical sampling. `capabilities` says so, and the report names it.
 
+A vLLM with Legato's plug-in (`legato.vllm`) can. There the Job travels with the request, and every token is chosen as
+the embedded engine chooses it: replay and answer are one request. If the replay does not agree, the covers are scored
+there, with a request for each inner path. A server gets no Job before it has shown that the plug-in acts.
+
 A request is made again elsewhere as long as nothing has come of it. A server that dies later loses the Job to another,
 which goes on from its tokens.
 """
@@ -17,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from legato.engines.upstream.plugin import NUM_DIGITS, decode_score, encode_request
 from legato.engines.upstream.replicas import Replicas
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
 from legato.seam import Inner, Seam
-from legato.types import Capabilities, FinishReason, Job, ScoredToken, Step, Token
+from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token
+from legato.wire import EventReader
 
 __all__ = ["UpstreamEngine"]
 
@@ -41,6 +48,8 @@ _BIAS = 100.0
 _MAX_INNER = 6
 _MAX_TRIED = 4
 """Last tokens tried for one inner path until one is canonical."""
+_NUM_PROVING = 4
+"""Tokens, drawn at random, that a server has to write to show that the plug-in acts."""
 _MAX_FAILURES = 3
 """Servers that a Job may lose until it is given up."""
 _ID = "token_id:"
@@ -54,19 +63,22 @@ class _Lost(Exception):
 class UpstreamEngine:
     """One model on one or more servers. Make it with `start`."""
 
-    capabilities = Capabilities(
-        logprobs=True,
-        score_prompt=False,
-        canonical=False,
-        keyed_noise=False,
-        ends=True,
-        thinking=False,
-        constraints=False,
-    )
-
-    def __init__(self, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int, has_plugin: bool
+    ) -> None:
         import httpx2
 
+        self.capabilities = Capabilities(
+            logprobs=True,
+            score_prompt=False,
+            canonical=has_plugin,
+            keyed_noise=has_plugin,
+            ends=True,
+            thinking=False,
+            constraints=False,
+        )
+        self._has_plugin = has_plugin
+        self._proven: set[str] = set()
         self._httpx = httpx2
         self._model = model
         timeout = httpx2.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
@@ -85,7 +97,14 @@ class UpstreamEngine:
 
     @classmethod
     async def start(
-        cls, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int = 0
+        cls,
+        urls: Sequence[str],
+        *,
+        model: str,
+        key: str,
+        folder: Path,
+        context_length: int = 0,
+        has_plugin: bool = False,
     ) -> UpstreamEngine:
         """Read the tokenizer's files; servers are asked when there is something to ask.
 
@@ -95,11 +114,12 @@ class UpstreamEngine:
             key: sent as a bearer token; empty: none.
             folder: the model's `tokenizer.json`, `tokenizer_config.json` and `config.json`.
             context_length: in tokens; 0: what `config.json` says.
+            has_plugin: whether the servers have the plug-in `legato.vllm`. One that has not gets no Jobs.
 
         Raises:
             ConfigError: the files do not suffice, or no server tells the model's name.
         """
-        engine = cls(urls, model=model, key=key, folder=folder, context_length=context_length)
+        engine = cls(urls, model=model, key=key, folder=folder, context_length=context_length, has_plugin=has_plugin)
         if not model:
             engine._model = await engine._first_model()
         return engine
@@ -148,75 +168,112 @@ class UpstreamEngine:
     # -- one Job ------------------------------------------------------------------------------------------------------
 
     async def _run(self, job: Job) -> AsyncGenerator[Step, None]:
-        """Run a Job on one server, to its end or the server's."""
-        if job.prompt.heal:
-            healed = await self._heal(job)
-            num_written = sum(1 for _ in _beyond(healed, len(job.prompt.heal)))
-            yield Step()
-            is_over = num_written >= job.max_tokens
-            yield Step(tuple(healed), finish="length" if is_over else None)
-            if is_over:
-                return
-            job = job.resumed(healed)
-        async with aclosing(self._stream(job)) as steps:
-            async for step in steps:
-                yield step
-
-    async def _stream(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Run a Job on one server: to its end, or to a place behind which it goes on as another request."""
         if job.max_tokens == 0:
             await self._ask(job, job.prompt.ids, 1)  # Into the cache.
             yield Step()
             yield Step(finish="length")
-            return
-        body = {**self._body(job, job.prompt.ids, job.max_tokens), "stream": True}
-        finish: FinishReason | None = None
-        async with aclosing(self._events(job.prompt.ids, body)) as events:
+        elif job.prompt.heal and not self._has_plugin:
+            healed = await self._replay(job) or await self._condition(job)
+            yield Step()
+            yield _healed(job, healed)
+        else:
+            async with aclosing(self._stream(job)) as steps:
+                async for step in steps:
+                    yield step
+
+    async def _stream(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Run a Job as one request. Heal bytes are the plug-in's to write; they are told when they are covered."""
+        ids, limit = job.prompt.ids, job.max_tokens
+        room = self.profile.context_length - len(ids)
+        written: list[Token] = []
+        num_told, reason = 0, None
+        agrees = None if job.prompt.heal else True
+        body = self._body(job, ids, min(limit + len(self._spelling(job)), room))
+        async with aclosing(self._events(ids, body)) as events:
             is_accepted = False
             async for event in events:
                 if not is_accepted:
                     is_accepted = True
                     yield Step()
                 choice = (event.get("choices") or [{}])[0]
-                tokens = self._tokens(choice, job)
-                reason = choice.get("finish_reason")
-                if tokens and reason is not None and tokens[-1].id in self._ends(job):
-                    tokens = tokens[:-1]
-                finish = None if reason is None else "length" if reason == "length" else "stop"
-                if tokens or finish is not None:
-                    yield Step(tokens, finish=finish)
-                if finish is not None:
-                    return
-        raise _Lost("the stream ended before the answer")
+                written += self._tokens(choice, job)
+                if choice.get("finish_reason") is not None:
+                    reason = choice["finish_reason"]
+                    if written and written[-1].id in self._ends(job):
+                        written.pop()
+                if agrees is None and (agrees := self._agreement(job, written)):
+                    limit = len(written) + job.resumed(written).max_tokens
+                if agrees is False:
+                    break
+                if agrees and (tokens := tuple(written[num_told:limit])):
+                    num_told += len(tokens)
+                    yield Step(tokens)
+                if num_told == limit and reason is None:
+                    break
+        if not agrees and (agrees is False or reason is not None):
+            yield _healed(job, await self._condition(job))
+        elif num_told == limit or len(written) == room:
+            yield Step(finish="length")
+        elif reason is None:
+            raise _Lost("the stream ended before the answer")
+        elif reason != "length" or not job.prompt.heal:
+            yield Step(finish="length" if reason == "length" else "stop")
 
     def _ends(self, job: Job) -> frozenset[int]:
-        return self.tokenizer.end_ids | frozenset(job.stop_ids)
+        return frozenset(job.stop_ids) | (frozenset() if job.ignore_end else self.tokenizer.end_ids)
 
     # -- the seam -----------------------------------------------------------------------------------------------------
 
-    async def _heal(self, job: Job) -> list[Token]:
-        """Return the tokens that write the heal bytes; the last one may go beyond."""
+    def _spelling(self, job: Job) -> list[int]:
+        """Return the canonical encoding of the heal bytes."""
         prompt = job.prompt
-        spelling = self.seam.encode_after(prompt.ids, prompt.floor, prompt.heal)
-        choice = await self._ask(job, prompt.ids, len(spelling) + 2)
-        data, replayed = b"", []
-        for token in self._tokens(choice, job):
+        return self.seam.encode_after(prompt.ids, prompt.floor, prompt.heal) if prompt.heal else []
+
+    def _agreement(self, job: Job, tokens: Sequence[Token]) -> bool | None:
+        """Whether tokens write the heal bytes; None: as far as they go."""
+        heal, data = job.prompt.heal, b""
+        for token in tokens:
             data += token.data
+            if token.id in self.tokenizer.end_ids or not (data.startswith(heal) or heal.startswith(data)):
+                return False
+            if len(data) >= len(heal):
+                return True
+        return None
+
+    async def _replay(self, job: Job) -> list[Token]:
+        """Return the tokens that the model writes for the heal bytes; none: it writes something else."""
+        choice = await self._ask(job, job.prompt.ids, len(self._spelling(job)) + 2)
+        replayed: list[Token] = []
+        for token in self._tokens(choice, job):
             replayed.append(token)
-            if not (data.startswith(prompt.heal) or prompt.heal.startswith(data)):
-                break
-            if len(data) >= len(prompt.heal):
-                return replayed
+            if (agrees := self._agreement(job, replayed)) is not None:
+                return replayed if agrees else []
+        return []
+
+    async def _condition(self, job: Job) -> list[Token]:
+        """Return the best cover of the heal bytes; the last token may go beyond them."""
+        prompt, spelling = job.prompt, self._spelling(job)
         inners = self.seam.inners(prompt.ids, prompt.floor, prompt.heal, spelling)
         inners.sort(key=lambda inner: len(inner.ids) + len(inner.rest))
-        scored = await asyncio.gather(*(self._cover(job, inner) for inner in inners[:_MAX_INNER]))
-        found = [cover for cover in scored if cover is not None]
+        cover = self._scored_cover if self._has_plugin else self._cover
+        scored = await asyncio.gather(*(cover(job, inner) for inner in inners[:_MAX_INNER]))
+        found = [entry for entry in scored if entry is not None]
         if not found:
             return [Token(id, self.tokenizer.pieces[id]) for id in spelling]
-        if job.sampling.temperature == 0:
-            return max(found, key=lambda cover: cover[0])[1]
+        if self._has_plugin or job.sampling.temperature == 0:
+            return max(found, key=lambda entry: entry[0])[1]
         weights = np.array([score for score, _ in found]) / job.sampling.temperature
         noise = np.random.default_rng([job.sampling.seed % 2**63, job.choice, prompt.origin]).gumbel(size=len(found))
         return found[int((weights + noise).argmax())][1]
+
+    async def _scored_cover(self, job: Job, inner: Inner) -> tuple[float, list[Token]] | None:
+        """Return the best cover over an inner path and its noisy score, as the plug-in has it; None: there is none."""
+        num = len(inner.ids) + 1
+        fields = {"ignore_eos": True, "stop_token_ids": None, "vllm_xargs": encode_request(job, inner.ids)}
+        tokens = self._tokens(await self._ask(job, job.prompt.ids, num + NUM_DIGITS, **fields), job)
+        score = decode_score([token.id for token in tokens[num:]], len(self.tokenizer.pieces))
+        return None if score == -math.inf else (score, list(tokens[:num]))
 
     async def _cover(self, job: Job, inner: Inner) -> tuple[float, list[Token]] | None:
         """Return the likeliest cover over an inner path and its joint log-probability; None: there is none."""
@@ -253,11 +310,17 @@ class UpstreamEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _body(self, job: Job, ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        """Return a request. Fields that a server does not know do no harm: the defaults of others are turned off."""
+        """Return a streamed request. Fields that a server does not know do no harm: the defaults of others are turned
+        off. The plug-in chooses by what travels with the request, and leaves nothing to choose for the server.
+        """
+        args = encode_request(job) if self._has_plugin else None
+        if self._has_plugin:
+            job = replace(job, sampling=Sampling(seed=0, temperature=0.0), min_tokens=0)
         sampling = job.sampling
         return {
             "model": self._model,
             "prompt": list(ids),
+            "stream": True,
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -270,7 +333,8 @@ class UpstreamEngine:
             "seed": (sampling.seed + job.choice) % 2**63,
             "min_tokens": min(job.min_tokens, max_tokens),
             "ignore_eos": job.ignore_end,
-            "stop_token_ids": list(job.stop_ids) or None,
+            "stop_token_ids": sorted(self._ends(job)) or None,
+            "vllm_xargs": args,
             "logprobs": job.logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -280,9 +344,9 @@ class UpstreamEngine:
         }
 
     async def _ask(self, job: Job, ids: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
-        """Return the choice of a request that is not streamed."""
-        body = {**self._body(job, ids, max_tokens), "stream": True, **fields}
-        choice: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": None}
+        """Return the choice of a whole answer: the fold of its events. `fields` go before those of the Job."""
+        body = {**self._body(job, ids, max_tokens), **fields}
+        choice: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": None, "finish_reason": None}
         async with aclosing(self._events(ids, body)) as events:
             async for event in events:
                 for part in event.get("choices") or ():
@@ -291,9 +355,10 @@ class UpstreamEngine:
                     for key, values in (part.get("logprobs") or {}).items():
                         choice["logprobs"] = choice["logprobs"] or {}
                         choice["logprobs"].setdefault(key, []).extend(values or [])
-                    if part.get("finish_reason") is not None:
-                        return {**choice, "finish_reason": part["finish_reason"]}
-        raise _Lost("the stream ended before the answer")
+                    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+        if choice["finish_reason"] is None:
+            raise _Lost("the stream ended before the answer")
+        return choice
 
     async def _events(self, ids: Sequence[int], body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream; servers are tried in turn until one has answered.
@@ -305,23 +370,59 @@ class UpstreamEngine:
         for url in self._replicas.order(ids):
             is_answered = False
             try:
+                if self._has_plugin and url not in self._proven:
+                    await self._prove(url)
                 with self._replicas.running(url, ids):
-                    async with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
-                        if response.status_code != 200:
-                            self._refuse(response.status_code, (await response.aread()).decode("utf-8", "replace"))
-                        async for event in _read_events(response.aiter_bytes()):
-                            if event.get("error"):
-                                raise _Lost(_message(event))
+                    async with aclosing(self._post(url, body)) as events:
+                        async for event in events:
                             is_answered = True
                             yield event
-                        self._replicas.worked(url)
-                        return
+                if is_answered:
+                    self._replicas.worked(url)
+                    return
+                raise _Lost("it answered nothing")
             except (_Lost, self._httpx.HTTPError) as error:
                 self._replicas.failed(url)
+                self._proven.discard(url)
                 reason = f"{url}: {error or type(error).__name__}"
                 if is_answered:
                     break
         raise _Lost(reason)
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of one server's stream, which is read to its end so that its connection can be kept."""
+        reader = EventReader()
+        async with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                self._refuse(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+            async for chunk in response.aiter_bytes():
+                for data in reader.feed(chunk):
+                    if data == b"[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if event.get("error"):
+                        raise _Lost(_message(event))
+                    yield event
+
+    async def _prove(self, url: str) -> None:
+        """See that the plug-in acts on a server: it writes tokens there that no model would.
+
+        Raises:
+            _Lost: it does not.
+        """
+        size = len(self.tokenizer.pieces)
+        drawn = [secrets.randbelow(size) for _ in range(_NUM_PROVING)]
+        prompt = Prompt(tuple(self.tokenizer.encode(b"a", special=False)), (), b"", origin=0, floor=0, prefix="")
+        job = Job("", 0, prompt, _NUM_PROVING, Sampling(seed=0, temperature=0.0), ignore_end=True)
+        body = {**self._body(job, prompt.ids, _NUM_PROVING), "vllm_xargs": encode_request(job, drawn)}
+        written: list[int] = []
+        async with aclosing(self._post(url, body)) as events:
+            async for event in events:
+                for choice in event.get("choices") or ():
+                    written += choice.get("token_ids") or []
+        if written != drawn:
+            raise _Lost("`upstream_plugin` is set, but the plug-in does not act there")
+        self._proven.add(url)
 
     def _refuse(self, status: int, text: str) -> None:
         """Raise what a server's refusal means.
@@ -386,24 +487,9 @@ class UpstreamEngine:
         return tuple(sorted(found, key=lambda token: -token.logprob)[:num])
 
 
-def _beyond(tokens: Sequence[Token], num_bytes: int) -> list[Token]:
-    """Return the tokens that have bytes beyond the first `num_bytes`."""
-    end, found = 0, []
-    for token in tokens:
-        end += len(token.data)
-        if end > num_bytes:
-            found.append(token)
-    return found
-
-
-async def _read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events; lines end at line feeds only."""
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                yield json.loads(line[5:])
+def _healed(job: Job, tokens: Sequence[Token]) -> Step:
+    """Return the Step that tells a cover, which ends the answer if there may be nothing behind it."""
+    return Step(tuple(tokens), finish=None if job.resumed(tokens).max_tokens > 0 else "length")
 
 
 def _message(body: Any) -> str:
