@@ -15,7 +15,7 @@ import subprocess
 import time
 import venv
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise click.ClickException(f"vLLM does not serve; {log} says why")
 
 
-def _front(folder: Path, weights: Path, *urls: str, has_plugin: bool) -> Any:
-    """Run a Legato in front of servers; yields its address."""
+def _front(folder: Path, weights: Path, *urls: str, has_plugin: bool) -> AbstractContextManager[tuple[str, int]]:
+    """Run a Legato in front of servers; yields its address and process."""
     settings = folder / f"{'plugin' if has_plugin else 'plain'}-{len(urls)}.toml"
     facts = {"engine": "upstream", "urls": urls, "upstream_model": _MODEL, "tokenizer": str(weights)}
     lines = [f"{key} = {json.dumps(value)}" for key, value in facts.items()]
@@ -207,8 +207,8 @@ def main(suite: str, out: Path, size: str, ports: tuple[int, int]) -> None:
         run = stack.enter_context
         one, _ = run(vllm(python, weights, ports[0]))
         servers = [
-            Server.at("Legato", run(_front(folder, weights, one, has_plugin=True))),
-            Server.at("without the plug-in", run(_front(folder, weights, one, has_plugin=False))),
+            Server.at("Legato", run(_front(folder, weights, one, has_plugin=True))[0]),
+            Server.at("without the plug-in", run(_front(folder, weights, one, has_plugin=False))[0]),
             Server.at("vLLM", one),
         ]
 
@@ -218,7 +218,7 @@ def main(suite: str, out: Path, size: str, ports: tuple[int, int]) -> None:
                     yield from SUITES[name](servers, size)
                     continue
                 two, process = run(vllm(python, weights, ports[1]))
-                both = Server.at("Legato", run(_front(folder, weights, one, two, has_plugin=True)))
+                both = Server.at("Legato", run(_front(folder, weights, one, two, has_plugin=True))[0])
                 yield from killed(both, partial(os.killpg, process, signal.SIGKILL), size)
 
         write(out, servers, SIZES[size], measures(SIZES[size]))

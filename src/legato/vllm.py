@@ -1,7 +1,7 @@
 """A plug-in for vLLM: a logits processor that chooses as the embedded engine does.
 
 vLLM loads it by the entry point `vllm.logits_processors` where Legato is installed beside it. It receives the Jobs in
-`vllm_xargs` and rows of logits, and leaves of each row the one token that was chosen; the request asks vLLM to be
+`vllm_xargs` and rows of logits, and lifts in each row the one token that was chosen; the request asks vLLM to be
 greedy. Requests of others are not touched. The choosing is `engines.upstream.plugin`, in numpy; nothing but this module
 needs vLLM and torch, and nothing of Legato imports it.
 """
@@ -60,16 +60,15 @@ class SeamProcessor(LogitsProcessor):  # type: ignore[misc]
         return Chooser(*request, self._tokenizer, self._seam, prompt or ()), written
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave one token in each row that has a Job."""
+        """Lift one token above all others in each row that has a Job."""
         if not self._requests:
             return logits
         indices = torch.tensor(list(self._requests), device=logits.device)
-        rows = logits[indices, : len(self._tokenizer.pieces)].cpu().numpy()
+        rows = logits[indices][:, : len(self._tokenizer.pieces)].cpu().numpy()
         chosen = [
             chooser.choose(row, written) for row, (chooser, written) in zip(rows, self._requests.values(), strict=True)
         ]
-        logits[indices] = -torch.inf
-        logits[indices, torch.tensor(chosen, device=logits.device)] = 0.0
+        logits[indices, torch.tensor(chosen, device=logits.device)] = torch.finfo(logits.dtype).max
         return logits
 
 
