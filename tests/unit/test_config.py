@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             "[models.qwen2.5-coder]\npath = 'x.gguf'",
             "`models.qwen2.5-coder` (legato.toml) is no setting; known: context_length, engine, num_cells, "
             "num_threads, path, reasoning_close, reasoning_open, spill_bytes, spill_dir, "
-            "tokenizer, upstream_key, upstream_model, urls; a name with dots needs quotes",
+            "tokenizer, upstream_key, upstream_model, upstream_plugin, urls; a name with dots needs quotes",
         ),
     ],
 )

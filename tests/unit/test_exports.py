@@ -17,7 +17,8 @@ from legato.errors import CapacityError, KeyMissing, LegatoError
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(legato.__path__, "legato.")
-    if not module.name.endswith(("__main__", "migrations.env"))  # Which are run, not imported.
+    # Which are run, loaded as a library, and imported where vLLM is; not here.
+    if not module.name.endswith(("__main__", "migrations.env", "._matmul", "legato.vllm"))
 )
 
 
