@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import httpx2
@@ -28,6 +29,7 @@ from legato.seam import Seam
 from legato.server.app import create_app, listen, run_app
 from legato.store import Store
 from legato.types import Job
+from tests.tokenizers import write_tokenizer
 
 SMALL = "smollm2-135m"
 DEFAULT = "qwen2.5-coder-0.5b"
@@ -230,6 +232,24 @@ def serve_weights(name: str, **model: Any) -> AbstractContextManager[Served]:
         return await load_models(
             Settings(models={name: ModelSettings(**model)}, aliases=dict.fromkeys(VENDOR_NAMES, name))
         )
+
+    return serve(load)
+
+
+@lru_cache
+def tokenizer_folder() -> Path:
+    """Return where the small model's tokenizer files are."""
+    folder = Path(mkdtemp())
+    write_tokenizer(weights(SMALL), folder)
+    return folder
+
+
+def serve_front(*urls: str, **model: Any) -> AbstractContextManager[Served]:
+    """Serve the small model as `front`, in front of other servers."""
+
+    async def load() -> Models:
+        options = ModelSettings(engine="upstream", urls=urls, tokenizer=str(tokenizer_folder()), **model)
+        return await load_models(Settings(models={"front": options}))
 
     return serve(load)
 

@@ -6,9 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from functools import lru_cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 
@@ -21,19 +18,10 @@ from legato.engines.upstream.engine import UpstreamEngine
 from legato.errors import GenerationFailed
 from legato.prompting import render
 from legato.types import CompletionRequest, Job, Sampling, Step, Text
-from tests.conftest import SMALL, serve_weights, weights
-from tests.tokenizers import write_tokenizer
+from tests.conftest import SMALL, serve_weights, tokenizer_folder, weights
 
 ENGINES = ["scripted", "llamacpp", "upstream"]
 LONG = "The keeper wrote in the log of the lighthouse, day after day. " * 120
-
-
-@lru_cache
-def folder() -> Path:
-    """The small model's tokenizer files."""
-    path = Path(mkdtemp())
-    write_tokenizer(weights(SMALL), path)
-    return path
 
 
 @asynccontextmanager
@@ -45,7 +33,7 @@ async def started(kind: str) -> AsyncIterator[Engine]:
     elif kind == "upstream":
         with serve_weights(SMALL) as served:
             async with aclosing(
-                await UpstreamEngine.start([served.url], model=SMALL, key="", folder=folder())
+                await UpstreamEngine.start([served.url], model=SMALL, key="", folder=tokenizer_folder())
             ) as front:
                 yield front
         return

@@ -13,12 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.config import ModelSettings, Settings
 from legato.engines.upstream.plugin import decode_request, decode_score, encode_request, encode_score
-from legato.models import Models, load_models
 from legato.types import Job, Prompt, Sampling
-from tests.conftest import SMALL, Served, serve, weights
-from tests.tokenizers import write_tokenizer
+from tests.conftest import SMALL, Served, serve_front, tokenizer_folder
 from tests.vllm import Vllm, serve_vllm
 
 TEXT = "The lighthouse keeper had not spoken to anyone for three weeks when"
@@ -26,31 +23,14 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(weights(SMALL), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def vllm(folder: Path) -> Iterator[Vllm]:
-    with serve_vllm(SMALL, folder) as served:
+def vllm() -> Iterator[Vllm]:
+    with serve_vllm(SMALL, tokenizer_folder()) as served:
         yield served
 
 
-def fronted(*urls: str, folder: Path) -> Any:
-    """A Legato that trusts the plug-in."""
-
-    async def load() -> Models:
-        options = ModelSettings(engine="upstream", urls=urls, tokenizer=str(folder), upstream_plugin=True)
-        return await load_models(Settings(models={"front": options}))
-
-    return serve(load)
-
-
 @pytest.fixture(scope="module")
-def front(vllm: Vllm, folder: Path) -> Iterator[Served]:
-    with fronted(vllm.url, folder=folder) as served:
+def front(vllm: Vllm) -> Iterator[Served]:
+    with serve_front(vllm.url, upstream_plugin=True) as served:
         yield served
 
 
@@ -147,13 +127,13 @@ def test_an_answer_whose_server_is_lost_goes_on_as_it_would_have(front: Served, 
 # Nothing is pretended
 
 
-def test_a_server_without_the_plugin_gets_no_jobs(folder: Path, vllm: Vllm) -> None:
-    with serve_vllm(SMALL, folder, has_plugin=False) as plain:
-        with fronted(plain.url, folder=folder) as served:
+def test_a_server_without_the_plugin_gets_no_jobs(vllm: Vllm) -> None:
+    with serve_vllm(SMALL, tokenizer_folder(), has_plugin=False) as plain:
+        with serve_front(plain.url, upstream_plugin=True) as served:
             response = served.post("/v1/completions", {"model": "front", "prompt": TEXT, "max_tokens": 4})
             assert response.status_code == 503, response.text
             assert "the plug-in does not act there" in response.json()["error"]["message"]
-        with fronted(plain.url, vllm.url, folder=folder) as served:
+        with serve_front(plain.url, vllm.url, upstream_plugin=True) as served:
             for _ in range(3):
                 assert told(served, TEXT, max_tokens=4)
         assert {len(prompt) for prompt in plain.prompts} == {1}  # What it was asked to prove.

@@ -8,35 +8,23 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.config import ModelSettings, Settings
 from legato.engines.llamacpp.binding import Vocabulary
 from legato.engines.upstream.replicas import Replicas
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import ConfigError
-from legato.models import Models, load_models
-from tests.conftest import SMALL, Served, serve, serve_process, serve_script, weights
-from tests.tokenizers import write_tokenizer
+from tests.conftest import SMALL, Served, serve_front, serve_process, serve_script, tokenizer_folder, weights
 
 TEXT = "The lighthouse keeper had not spoken to anyone for three weeks when"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model's tokenizer files."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(weights(SMALL), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> JsonTokenizer:
-    return JsonTokenizer(folder)
+def tokenizer() -> JsonTokenizer:
+    return JsonTokenizer(tokenizer_folder())
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +33,9 @@ def own() -> Vocabulary:
     return Vocabulary.load(weights(SMALL))
 
 
-def fronted(*urls: str, folder: Path, **model: Any) -> Any:
-    """A server in front of others."""
-
-    async def load() -> Models:
-        options = ModelSettings(engine="upstream", urls=urls, tokenizer=str(folder), **model)
-        return await load_models(Settings(models={"front": options}))
-
-    return serve(load)
-
-
 @pytest.fixture(scope="module")
-def front(small: Served, folder: Path) -> Iterator[Served]:
-    with fronted(small.url, folder=folder) as served:
+def front(small: Served) -> Iterator[Served]:
+    with serve_front(small.url) as served:
         yield served
 
 
@@ -79,10 +57,10 @@ def test_texts_are_cut_as_llamacpp_cuts_them(tokenizer: JsonTokenizer, own: Voca
         assert tokenizer.encode(marked, special=special) == own.encode(marked, special=special)
 
 
-def test_the_profile_is_read_from_the_files(folder: Path, tokenizer: JsonTokenizer) -> None:
-    profile = read_profile(folder, tokenizer, 0)
+def test_the_profile_is_read_from_the_files(tokenizer: JsonTokenizer) -> None:
+    profile = read_profile(tokenizer_folder(), tokenizer, 0)
     assert (profile.context_length, profile.can_chat, profile.end_text) == (2048, True, "<|im_end|>")
-    assert read_profile(folder, tokenizer, 512).context_length == 512
+    assert read_profile(tokenizer_folder(), tokenizer, 512).context_length == 512
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -169,36 +147,36 @@ def test_a_busy_server_is_passed_over() -> None:
         assert replicas.order(head)[0] == "b"
 
 
-def test_a_server_that_is_gone_is_not_noticed(small: Served, folder: Path) -> None:
+def test_a_server_that_is_gone_is_not_noticed(small: Served) -> None:
     expected = small.complete(TEXT, max_tokens=8)["choices"]
-    with fronted("http://127.0.0.1:9", small.url, folder=folder, upstream_model=SMALL) as served:
+    with serve_front("http://127.0.0.1:9", small.url, upstream_model=SMALL) as served:
         for _ in range(3):
             assert served.complete(TEXT, max_tokens=8)["choices"] == expected
         assert served.engine.counters()["down"] <= 1
 
 
-def test_without_any_server_that_is_said(folder: Path) -> None:
-    with fronted("http://127.0.0.1:9", folder=folder, upstream_model="m") as served:
+def test_without_any_server_that_is_said() -> None:
+    with serve_front("http://127.0.0.1:9", upstream_model="m") as served:
         response = served.post("/v1/completions", {"model": "front", "prompt": "x"})
         assert response.status_code == 503, response.text
         assert "no server of this model answers" in response.json()["error"]["message"]
-    with pytest.raises(ConfigError, match="upstream_model"), fronted("http://127.0.0.1:9", folder=folder):
+    with pytest.raises(ConfigError, match="upstream_model"), serve_front("http://127.0.0.1:9"):
         pass
 
 
-def test_what_a_server_refuses_is_an_error_that_says_so(folder: Path) -> None:
-    with serve_script([b"x"]) as other, fronted(other.url, folder=folder, upstream_model="unknown") as served:
+def test_what_a_server_refuses_is_an_error_that_says_so() -> None:
+    with serve_script([b"x"]) as other, serve_front(other.url, upstream_model="unknown") as served:
         response = served.post("/v1/completions", {"model": "front", "prompt": "x "})
         assert response.status_code == 500
         assert "refuses the request (404)" in response.json()["error"]["message"]
 
 
 @pytest.mark.timeout(300)
-def test_one_of_two_servers_dies_under_eight_streams_and_all_end_with_their_texts(folder: Path) -> None:
+def test_one_of_two_servers_dies_under_eight_streams_and_all_end_with_their_texts() -> None:
     prompts = [f"Chapter {index}. In the year {1900 + index} the old clockmaker" for index in range(8)]
     with serve_process("--model", SMALL) as one, serve_process("--model", SMALL) as two:
         urls = (one.url, two.url)
-        with fronted(*urls, folder=folder, upstream_model=SMALL) as served:
+        with serve_front(*urls, upstream_model=SMALL) as served:
             expected = [served.complete(prompt, max_tokens=40)["choices"][0]["text"] for prompt in prompts]
             asyncio.run(_killing(served, prompts, expected, one.pid))
             assert served.engine.num_lost > 0
