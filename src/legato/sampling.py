@@ -34,7 +34,7 @@ COVERS = 1
 """The noise stream of covers at the seam (`seam.best_cover`)."""
 
 _MASK = (1 << 64) - 1
-_HEAD = np.float32(11.0)
+_HEAD = np.float32(13.0)
 """Candidates within this of the best are scored at once; others only if their noise could lift them so far."""
 _MAX_GUMBEL = -float(np.log(-np.log1p(-(0.5**33))))
 """The largest value of `gumbel`, about 22.9: uniforms are odd multiples of 2 ** -33."""
@@ -198,23 +198,25 @@ class Sampler:
         sampling = self._sampling
         if not sampling.temperature:
             return int(scores.argmax())
-        scaled = scores * np.float32(1 / sampling.temperature)
-        best = scaled.max()
+        scale = np.float32(1 / sampling.temperature)
         key = noise_key(sampling.seed, self._choice, TOKENS, offset)
         if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
-            ids = self._cut(scaled, best)
+            scaled = scores * scale
+            ids = self._cut(scaled, scaled.max())
             return int(ids[(scaled[ids] + gumbel(key, ids)).argmax()])
-        ids = np.flatnonzero(scaled > best - _HEAD)
-        noisy = scaled[ids] + gumbel(key, ids)
+        # The whole row is read twice, and never copied: it is not in the processor's cache.
+        lowest = scores.max() - np.float32(_HEAD / scale)
+        ids = np.flatnonzero(scores > lowest)
+        noisy = scores[ids] * scale + gumbel(key, ids)
         at = int(noisy.argmax())
         winner, score = int(ids[at]), float(noisy[at])
-        # A token outside the head stands below best - _HEAD: only noise above `needed` could still make it win.
-        needed = score - float(best - _HEAD)
+        # A token outside the head stands below `lowest`: only noise above `needed` could still make it win.
+        needed = score - float(lowest * scale)
         if needed < _MAX_GUMBEL:
             threshold = int(min(2.0**32 - 1, max(0.0, np.floor(np.exp(-np.exp(-needed)) * 2.0**32))))
             ids = _loud(key, threshold, scores.size)
             if ids.size:
-                noisy = scaled[ids] + gumbel(key, ids)
+                noisy = scores[ids] * scale + gumbel(key, ids)
                 at = int(noisy.argmax())
                 if noisy[at] > score:
                     winner = int(ids[at])
