@@ -39,12 +39,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.choosing import Choosing
 from legato.constraint import Compiler, TooComplex
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
@@ -53,7 +54,7 @@ from legato.engines.llamacpp.guide import Guide
 from legato.engines.llamacpp.spill import Spill
 from legato.engines.llamacpp.thinking import Budget
 from legato.errors import GenerationFailed, InvalidField, LegatoError
-from legato.sampling import Row, Sampler, log_softmax
+from legato.sampling import Row, log_softmax
 from legato.seam import Inner, ScoredInner, Seam, best_cover
 from legato.types import FinishReason, Job, ScoredToken, Step, Token
 
@@ -123,17 +124,13 @@ class _Sequence:
     """A running Job."""
 
     job: Job
-    sampler: Sampler
+    choosing: Choosing
     tokens: list[int]
     num_kept: int
     """Tokens before the heal bytes."""
     spelling: list[int]
     head: Tokens
     """`tokens` as they were at first."""
-    ends: frozenset[int]
-    """Ids that end the answer if they are chosen behind the seam."""
-    tags: frozenset[int]
-    """Ids of the thinking's tags: control tokens that may be written."""
     budget: Budget
     compiling: Future[Guide] | None = None
     """The guide of a Job with a constraint, while it is made; it has no place until then."""
@@ -212,7 +209,7 @@ class _Sequence:
 
     def counts_with(self, path: tuple[int, ...]) -> Mapping[int, int]:
         """Return the counts that a choice behind `path` sees."""
-        return self.counts + Counter(path) if path and self.sampler.has_penalties else self.counts
+        return self.counts + Counter(path) if path and self.choosing.sampler.has_penalties else self.counts
 
 
 class Scheduler:
@@ -233,7 +230,6 @@ class Scheduler:
         self._seam = seam
         self._pieces = vocabulary.pieces
         self._end_ids = vocabulary.end_ids
-        self._banned = vocabulary.control_ids - vocabulary.end_ids
         self._compiler = Compiler(vocabulary.pieces, vocabulary.control_ids, vocabulary.end_ids)
         self._compiling = ThreadPoolExecutor(max_workers=1)
         self._context_length = context_length
@@ -265,26 +261,22 @@ class Scheduler:
         prompt = job.prompt
         spelling = self._seam.encode_after(prompt.ids, prompt.floor, prompt.heal) if prompt.heal else []
         tokens = [*prompt.ids, *spelling]
-        ends = frozenset(job.stop_ids) | (frozenset() if job.ignore_end else self._end_ids)
-        never = dict.fromkeys(self._end_ids - ends, -np.inf)
-        sampling = replace(job.sampling, logit_bias={**job.sampling.logit_bias, **never})
+        choosing = Choosing(job, self._model.vocabulary, self._seam)
         sequence = _Sequence(
             job=job,
-            sampler=Sampler(sampling, choice=job.choice),
+            choosing=choosing,
             tokens=tokens,
             num_kept=len(prompt.ids),
             spelling=spelling,
             head=np.asarray(tokens, np.int32),
-            ends=ends,
-            tags=frozenset((*job.thinking.open_ids, *job.thinking.close_ids) if job.thinking else ()),
             budget=Budget(job, self._pieces, self._seam),
             healing=bool(prompt.heal),
             offset=prompt.origin,
         )
-        if sequence.sampler.has_penalties:
+        if choosing.sampler.has_penalties:
             sequence.counts.update(prompt.ids[prompt.floor :])
         if job.constraint is not None:
-            guide = partial(Guide, job, self._compiler, self._pieces, self._seam, ends, prompt.ids)
+            guide = partial(Guide, job, self._compiler, self._pieces, self._seam, choosing.ends, prompt.ids)
             sequence.compiling = self._compiling.submit(guide)
         self._waiting.append(sequence)
 
@@ -591,19 +583,13 @@ class Scheduler:
                 break
             if sequence.job.max_tokens - sequence.num_written <= _KEPT_ROWS:
                 self._remember(sequence, len(sequence.tokens), row)
-            open_row = row
-            if sequence.num_written < sequence.job.min_tokens:
-                open_row = row.copy()
-                open_row[list(sequence.ends)] = -np.inf
             forced = self._forced(sequence, sequence.tokens, guide)
             token = (
                 forced[0]
                 if forced
-                else self._choose(
-                    sequence, open_row, sequence.tokens, guide, offset=sequence.offset, counts=sequence.counts
-                )
+                else self._choose(sequence, row, sequence.tokens, guide, offset=sequence.offset, counts=sequence.counts)
             )
-            if token in sequence.ends:
+            if token in sequence.choosing.ends:
                 reason = "stop"
                 break
             reason = self._append(sequence, self._token(sequence, row, token), written)
@@ -644,13 +630,24 @@ class Scheduler:
         counts: Mapping[int, int],
     ) -> int:
         """Let the model choose what follows."""
-        return sequence.sampler.choose(
+        choose = partial(
+            sequence.choosing.choose,
             row,
+            tokens,
             offset=offset,
+            num_written=sequence.num_written,
+            is_healing=sequence.healing,
             counts=counts,
-            allowed=None if guide is None else guide.allowed(),
-            accept=partial(self._is_allowed, sequence, tokens, guide),
         )
+        if guide is None:
+            return choose()
+
+        def accept(token: int) -> bool:
+            if token in sequence.choosing.ends:
+                return guide.is_complete
+            return guide.fits(tokens, token, canonical=sequence.job.canonical)
+
+        return choose(allowed=guide.allowed(), accept=accept)
 
     def _append(self, sequence: _Sequence, token: Token, written: list[Token]) -> FinishReason | None:
         """Write a token, and say whether the answer ends behind it."""
@@ -671,7 +668,7 @@ class Scheduler:
         """Take note of a token that the text has got; a new one counts against the limit."""
         sequence.num_written += is_new
         sequence.offset += len(token.data)
-        if sequence.sampler.has_penalties:
+        if sequence.choosing.sampler.has_penalties:
             sequence.counts[token.id] += 1
 
     def _is_at_limit(self, sequence: _Sequence) -> bool:
@@ -686,19 +683,6 @@ class Scheduler:
         if reason is not None:
             self._running.remove(sequence)
             self._drop(sequence)
-
-    def _is_allowed(self, sequence: _Sequence, context: list[int], guide: Guide | None, token: int) -> bool:
-        if guide is not None and token in sequence.ends and not guide.is_complete:
-            return False
-        if token in self._end_ids:
-            return sequence.num_written >= sequence.job.min_tokens
-        if token in self._banned:
-            return token in sequence.tags or (token in sequence.ends and not sequence.healing)
-        if sequence.job.canonical and not self._seam.is_canonical(context, sequence.job.prompt.floor, token):
-            return False
-        if guide is None or token in sequence.ends:
-            return True
-        return guide.fits(context, token, canonical=sequence.job.canonical)
 
     def _token(self, sequence: _Sequence, row: Row, token: int) -> Token:
         """Describe a token, with its score if the Job wants scores."""
@@ -746,7 +730,7 @@ class Scheduler:
 
     def _condition(self, sequence: _Sequence) -> None:
         """Take the best cover of the heal bytes; first feed the inner paths that could hold it and are unknown."""
-        job, sampler = sequence.job, sequence.sampler
+        job, sampler = sequence.job, sequence.choosing.sampler
         kept = sequence.tokens[: sequence.num_kept]
         logprobs: dict[tuple[int, ...], NDArray[np.float64]] = {}
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from legato.choosing import ends_of
 from legato.engines.upstream.plugin import NUM_DIGITS, decode_score, encode_request
 from legato.engines.upstream.replicas import Replicas
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
@@ -200,7 +201,7 @@ class UpstreamEngine:
                 written += self._tokens(choice, job)
                 if choice.get("finish_reason") is not None:
                     reason = choice["finish_reason"]
-                    if written and written[-1].id in self._ends(job):
+                    if written and written[-1].id in ends_of(job, self.tokenizer):
                         written.pop()
                 if agrees is None and (agrees := self._agreement(job, written)):
                     limit = len(written) + job.resumed(written).max_tokens
@@ -219,9 +220,6 @@ class UpstreamEngine:
             raise _Lost("the stream ended before the answer")
         elif reason != "length" or not job.prompt.heal:
             yield Step(finish="length" if reason == "length" else "stop")
-
-    def _ends(self, job: Job) -> frozenset[int]:
-        return frozenset(job.stop_ids) | (frozenset() if job.ignore_end else self.tokenizer.end_ids)
 
     # -- the seam -----------------------------------------------------------------------------------------------------
 
@@ -333,7 +331,7 @@ class UpstreamEngine:
             "seed": (sampling.seed + job.choice) % 2**63,
             "min_tokens": min(job.min_tokens, max_tokens),
             "ignore_eos": job.ignore_end,
-            "stop_token_ids": sorted(self._ends(job)) or None,
+            "stop_token_ids": sorted(ends_of(job, self.tokenizer)) or None,
             "vllm_xargs": args,
             "logprobs": job.logprobs,
             "return_token_ids": True,

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from legato.sampling import Row, Sampler
+from legato.choosing import Choosing
+from legato.sampling import Row
 from legato.seam import Inner, ScoredInner, Seam, best_cover
 from legato.types import Job, Tokenizer
 
@@ -59,7 +60,7 @@ def decode_request(args: Mapping[str, Any] | None) -> tuple[Job, tuple[int, ...]
 def encode_score(score: float, size: int) -> tuple[int, int]:
     """Write a score as two ids of a vocabulary of `size`; what is too low to be told is `-inf`."""
     share = min(max((score - _LEAST) / _SPAN, 0.0), 1.0)
-    return divmod(int(share * (size**2 - 1)), size)
+    return divmod(round(share * (size**2 - 1)), size)
 
 
 def decode_score(digits: Sequence[int], size: int) -> float:
@@ -74,18 +75,12 @@ class Chooser:
     def __init__(
         self, job: Job, inner: tuple[int, ...] | None, tokenizer: Tokenizer, seam: Seam, prompt: Sequence[int]
     ) -> None:
-        ends = frozenset(job.stop_ids) | (frozenset() if job.ignore_end else tokenizer.end_ids)
-        never = dict.fromkeys(tokenizer.end_ids - ends, -np.inf)
-        sampling = replace(job.sampling, logit_bias={**job.sampling.logit_bias, **never})
         self._job = job
         self._inner = inner
         self._pieces = tokenizer.pieces
         self._seam = seam
-        self._sampler = Sampler(sampling, choice=job.choice)
-        self._end_ids = tokenizer.end_ids
-        self._banned = tokenizer.control_ids - tokenizer.end_ids
-        self._tags = frozenset((*job.thinking.open_ids, *job.thinking.close_ids) if job.thinking else ())
-        self._ends = ends
+        self._choosing = Choosing(job, tokenizer, seam)
+        self._sampler = self._choosing.sampler
         self._tokens = list(prompt)
         self._num_prompt = len(prompt)
         self._offset = job.prompt.origin
@@ -118,17 +113,14 @@ class Chooser:
 
     def _write(self, row: Row) -> int:
         """Choose the next token of the answer."""
-        if self._num_written < self._job.min_tokens:
-            row = row.copy()
-            row[list(self._ends)] = -np.inf
-        return self._sampler.choose(row, offset=self._offset, counts=self._counts, accept=self._is_allowed)
-
-    def _is_allowed(self, token: int) -> bool:
-        if token in self._end_ids:
-            return self._num_written >= self._job.min_tokens
-        if token in self._banned:
-            return token in self._tags or (token in self._ends and self._offset >= self._seam_end)
-        return not self._job.canonical or self._seam.is_canonical(self._tokens, self._job.prompt.floor, token)
+        return self._choosing.choose(
+            row,
+            self._tokens,
+            offset=self._offset,
+            num_written=self._num_written,
+            is_healing=self._offset < self._seam_end,
+            counts=self._counts,
+        )
 
     def _score(self, row: Row, inner: tuple[int, ...]) -> int:
         """Write the inner path, the likeliest token that ends a cover over it, and the cover's score."""
