@@ -12,7 +12,8 @@ from legato.admission import Admission
 from legato.config import LimitSettings, ServerSettings
 from legato.engines.scripted import ScriptedEngine
 from legato.models import Model, Models
-from legato.server.app import create_app, listen, run_app
+from legato.server.app import create_app
+from legato.server.run import listen, run_app
 from legato.store import Store
 
 SCRIPT = tuple(b" w%03d" % num for num in range(200))

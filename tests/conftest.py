@@ -26,7 +26,8 @@ from legato.engines.scripted import Script, ScriptedEngine
 from legato.models import Model, Models, load_models
 from legato.pull import find_model
 from legato.seam import Seam
-from legato.server.app import create_app, listen, run_app
+from legato.server.app import create_app
+from legato.server.run import listen, run_app
 from legato.store import Store
 from legato.types import Job
 from tests.tokenizers import write_tokenizer

@@ -83,13 +83,12 @@ class Backend:
 async def _served(settings: Settings) -> AsyncIterator[AsyncClient]:
     """Serve the models of the settings to nobody but the client."""
     from legato.client import AsyncClient
-    from legato.models import load_models
-    from legato.server.app import create_app, listen, run_app
+    from legato.server.run import listen, load, run_app
     from legato.store import Store
 
     key = secrets.token_hex(32)
     server = ServerSettings(port=0, api_keys=(key,))
-    models = await load_models(settings)
+    models, create_app = await load(settings)
     try:
         with (
             TemporaryDirectory() as folder,

@@ -80,7 +80,7 @@ async def _try(settings: Settings, name: str) -> str:
 
 
 def _port(settings: Settings) -> tuple[bool, str]:
-    from legato.server.app import listen
+    from legato.server.run import listen
 
     try:
         listen(settings.server).close()

@@ -44,7 +44,7 @@ def command(
     with open_store(settings) as store:
         check_exposure(settings.server, has_keys=store.has_keys())
         ensure_pulled(settings)
-        from legato.server.app import serve  # Takes a while to load; what is wrong above is said at once.
+        from legato.server.run import serve  # Takes a while to load; what is wrong above is said at once.
 
         names = ", ".join(settings.models)
         asyncio.run(

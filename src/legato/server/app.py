@@ -1,20 +1,17 @@
 """The ASGI application: which path speaks which dialect, and the routes beside them.
 
-`create_app` receives what it needs as arguments; there are no globals. `serve` runs it with uvicorn.
+`create_app` receives what it needs as arguments; there are no globals. `run` serves it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,17 +20,16 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from legato.config import LimitSettings, ServerSettings, Settings, StoreSettings
+from legato.config import LimitSettings, ServerSettings, StoreSettings
 from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
 from legato.dialects.base import Answerer, Dialect, Encoder
 from legato.dialects.bodies import CommonBody
 from legato.dialects.shapes import OPENAI
-from legato.errors import ConfigError, MethodNotAllowed, RouteNotFound, StoreUnavailable
-from legato.models import Model, Models, load_models
+from legato.errors import MethodNotAllowed, RouteNotFound, StoreUnavailable
+from legato.models import Model, Models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, total_usage
 from legato.server.access import Access
 from legato.server.admin import admin_routes, check_admin
-from legato.server.connection import connections
 from legato.server.generations import Generations, facts
 from legato.server.handles import handle_routes, send_live
 from legato.server.ledger import Ledger
@@ -46,10 +42,7 @@ from legato.store import ANYONE, Key, Store
 from legato.types import Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
-__all__ = ["create_app", "listen", "run_app", "serve"]
-
-_SEND_BUFFER_BYTES = 64 * 1024
-"""What the system may hold for a client that does not read; by default it would grow to megabytes."""
+__all__ = ["create_app"]
 
 
 def create_app(
@@ -310,80 +303,3 @@ async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None
     usage = total_usage([usages[choice] for choice in sorted(usages)], run.num_drawn)
     for frame in encoder.end(usage, facts(run, usage)):
         yield frame
-
-
-async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None]) -> None:
-    """Load the models and serve until SIGINT or SIGTERM. `ready` is called with the base URL.
-
-    Raises:
-        ConfigError: the address is taken, or a model cannot be loaded.
-    """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    with listen(settings.server) as listener:
-        loading = asyncio.create_task(load_models(settings))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-            return
-        models = loading.result()
-        try:
-            host, port = listener.getsockname()[:2]
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            app = create_app(models, store, settings.server, settings.limits, settings.store)
-            await run_app(app, listener, settings.limits, stop=stop)
-        finally:
-            await models.aclose()
-
-
-def listen(server: ServerSettings) -> socket.socket:
-    """Open the listening socket.
-
-    Raises:
-        ConfigError: the address is taken or not ours.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        # asyncio sends small writes at once only where the protocol is named; otherwise they wait 40 ms for an ACK.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # Of every connection, too.
-        listener.bind((server.host.strip("[]"), server.port))
-        listener.listen(2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
-    return listener
-
-
-async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, *, stop: asyncio.Event) -> None:
-    """Serve an application on a socket until `stop` is set; requests that run then have `limits.grace_s` to end."""
-    config = uvicorn.Config(
-        app,
-        http=connections(limits.write_timeout_s),
-        access_log=False,
-        log_config=None,
-        lifespan="on",
-        server_header=False,
-        timeout_graceful_shutdown=limits.grace_s,
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    server.should_exit = True
-    await serving
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield

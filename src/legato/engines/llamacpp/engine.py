@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,8 +102,7 @@ class LlamaCppEngine:
         """
         engine = cls(settings, environment)
         try:
-            reader, context_length = await engine._start_worker()
-            await asyncio.to_thread(engine._load_vocabulary, context_length)
+            reader = await engine._start_worker(engine._load_vocabulary)
         except BaseException:
             await engine.aclose()
             raise
@@ -202,8 +201,12 @@ class LlamaCppEngine:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(pack(command))
 
-    async def _start_worker(self) -> tuple[asyncio.StreamReader, int]:
-        """Start a process, let it load the model; return its events and the model's context length."""
+    async def _start_worker(self, read_too: Callable[[int], None] | None = None) -> asyncio.StreamReader:
+        """Start a process, let it load the model; return its events.
+
+        Once it has found the file to be a model, `read_too` reads it as well, in a thread, with the model's context
+        length.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -223,6 +226,9 @@ class LlamaCppEngine:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 event, value = await _receive(reader)
+                if event == "loaded":
+                    reading = [asyncio.to_thread(read_too, value)] if read_too else []
+                    await asyncio.gather(_receive(reader), *reading)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             writer.close()
             if not isinstance(error, TimeoutError):
@@ -238,7 +244,7 @@ class LlamaCppEngine:
             await self._end_worker()
             raise ConfigError(value)
         self._writer = writer
-        return reader, value
+        return reader
 
     def _describe_death(self, code: int) -> str:
         if code == -signal.SIGILL:
@@ -298,7 +304,7 @@ class LlamaCppEngine:
             if self._is_closing:
                 return None
             try:
-                reader, _ = await self._start_worker()
+                reader = await self._start_worker()
             except ConfigError as error:
                 reason = error.message
             else:

@@ -5,8 +5,8 @@ with pickled events, each behind its length (4 bytes). It ends when the socket d
 started it, so pickles may be trusted.
 
 Commands: `WorkerSettings` once, then ("submit", Job), ("cancel", Job id), ("count",).
-Events: ("ready", context length), ("refused", reason), then ("steps", [(Job id, Step or error), ...]), ("counts",
-counters).
+Events: ("loaded", context length) and ("ready", None), or ("refused", reason); then ("steps", [(Job id, Step or error),
+...]), ("counts", counters).
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
     except ConfigError as error:
         peer.send(("refused", error.message))
         return
+    peer.send(("loaded", model.context_length))
     batch = Batch(MAX_BATCH)
     # The kernels that `scheduler` uses: native code that this processor lacks ends the process here.
     for num, exact in ((1, True), (2, True), (64, False)):
@@ -139,7 +140,7 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
         max_sequences=MAX_SEQUENCES,
         spill=spill,
     )
-    peer.send(("ready", model.context_length))
+    peer.send(("ready", None))
     while True:
         try:
             commands = peer.receive(wait=scheduler.is_idle)
