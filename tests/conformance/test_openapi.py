@@ -18,7 +18,7 @@ from tests.conformance.reading import CHAT, HI, is_idle, read_events
 from tests.conformance.test_access import routes
 from tests.conftest import SMALL, Served, serve_script, serve_weights
 
-NUM_CASES = 5000
+NUM_CASES = 2000
 SCRIPT = [b"some ", "t\u00e9xt".encode(), b" </s>"]
 
 
@@ -74,7 +74,7 @@ def test_the_document_has_every_path_of_the_neutral_surface(locked: Served) -> N
 
 @pytest.mark.timeout(300)
 def test_any_request_is_answered_as_the_document_says(open_server: Served, tmp_path: Path) -> None:
-    assert explore(open_server, tmp_path, "--generation-deterministic", "--max-examples", "500") >= NUM_CASES
+    assert explore(open_server, tmp_path, "--generation-deterministic", "--max-examples", "200") >= NUM_CASES
     assert is_idle(open_server)
 
 

@@ -412,7 +412,8 @@ async def main(url: str) -> None:
     from legato.config import LimitSettings
     from legato.engines.scripted import ScriptedEngine
     from legato.models import Model, Models
-    from legato.server.app import create_app, listen, run_app
+    from legato.server.app import create_app
+    from legato.server.run import listen, run_app
 
     settings = ServerSettings(port=0)
     with closing(Store.open(url)) as store, listen(settings) as listener:
@@ -442,16 +443,17 @@ NUM_DEATHS = 4
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_server_that_dies_loses_no_generation(number: signal.Signals, num_crashes: int, tmp_path: Path) -> None:
+def test_a_server_that_dies_loses_no_generation(num_crashes: int, tmp_path: Path) -> None:
     """At random moments, of several generations at once; what a client was told stays, and the rest follows."""
 
-    def run(turn: int) -> None:
-        folder = tmp_path / str(turn)
+    def run(death: tuple[signal.Signals, int]) -> None:
+        number, turn = death
+        folder = tmp_path / f"{number.name}-{turn}"
         folder.mkdir()
         die(f"sqlite:///{folder}/legato.db", number, random.Random(100 * number + turn))
 
-    together(run, range(-(-num_crashes // NUM_DEATHS)), 4)
+    turns = range(-(-num_crashes // NUM_DEATHS))
+    together(run, [(number, turn) for number in (signal.SIGKILL, signal.SIGTERM) for turn in turns], 4)
 
 
 def die(url: str, number: signal.Signals, moments: random.Random) -> None:
@@ -514,7 +516,7 @@ def killed_under(settings: str, requests: Sequence[Mapping[str, Any]], folder: P
     """Check that answers of a model end as they would have, if their server is killed in the middle of them."""
     file = folder / "legato.toml"
     file.write_text(f"[store]\nurl = 'sqlite:///{folder}/legato.db'\n{settings}")
-    plain = {"model": "own", "prompt": "A list of names in Fran", "temperature": 0, "seed": 7, "max_tokens": 200}
+    plain = {"model": "own", "prompt": "A list of names in Fran", "temperature": 0, "seed": 7, "max_tokens": 100}
     asked = [{**plain, "stream": True, "resumable": True, **request} for request in requests]
     found = []
     with serve_process("--config", str(file)) as server, ExitStack() as stack:

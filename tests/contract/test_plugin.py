@@ -94,8 +94,8 @@ def test_scores_usage_and_report_are_those_of_the_embedded_engine(front: Served,
 def test_the_split_does_not_matter(front: Served, fields: dict[str, Any]) -> None:
     (whole,) = told(front, TEXT, max_tokens=32, **fields)
     for at in range(1, len(whole), 13):
-        (rest,) = told(front, TEXT + whole[:at], max_tokens=32, **fields)
-        assert rest.startswith(whole[at:]), at
+        (rest,) = told(front, TEXT + whole[:at], max_tokens=12, **fields)
+        assert rest.startswith(whole[at:]) or whole[at:].startswith(rest), at
 
 
 def test_eight_rounds_are_one_run(front: Served) -> None:
