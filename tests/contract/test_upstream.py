@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +20,7 @@ from legato.engines.llamacpp.binding import Vocabulary
 from legato.engines.upstream.replicas import Replicas
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import ConfigError
-from tests.conftest import SMALL, Served, serve_front, serve_process, serve_script, tokenizer_folder, weights
+from tests.conftest import NO_TLS, SMALL, Served, serve_front, serve_process, serve_script, tokenizer_folder, weights
 
 TEXT = "The lighthouse keeper had not spoken to anyone for three weeks when"
 
@@ -66,6 +69,38 @@ def test_the_profile_is_read_from_the_files(tokenizer: JsonTokenizer) -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         JsonTokenizer(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+def test_an_answer_begins_as_soon_as_a_server_takes_it_on() -> None:
+    """And not with the first token: what a stream's beginning costs is spent while the server computes."""
+    has_begun = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.end_headers()
+            text = "soon" if has_begun.wait(3) else "late"
+            self.wfile.write(b'data: {"choices": [{"text": "%s", "finish_reason": "stop"}]}\n\n' % text.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        body = {"model": "front", "prompt": "Once ", "seam": "none", "max_tokens": 8, "stream": True}
+        with (
+            serve_front(url, upstream_model="m") as served,
+            httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60, verify=NO_TLS) as answer,
+        ):
+            has_begun.set()
+            assert '"soon"' in answer.read().decode()
+        other.shutdown()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

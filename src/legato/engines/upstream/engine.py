@@ -359,7 +359,7 @@ class UpstreamEngine:
         return choice
 
     async def _events(self, ids: Sequence[int], body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream; servers are tried in turn until one has answered.
+        """Yield the events of a stream, an empty one first; servers are tried in turn until one has answered.
 
         Raises:
             _Lost: none answers, or the one that did is gone.
@@ -373,7 +373,7 @@ class UpstreamEngine:
                 with self._replicas.running(url, ids):
                     async with aclosing(self._post(url, body)) as events:
                         async for event in events:
-                            is_answered = True
+                            is_answered = is_answered or bool(event)
                             yield event
                 if is_answered:
                     self._replicas.worked(url)
@@ -388,11 +388,14 @@ class UpstreamEngine:
         raise _Lost(reason)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of one server's stream, which is read to its end so that its connection can be kept."""
+        """Yield an empty event when a server takes a request on, and then those of its stream, which is read to its end
+        so that its connection can be kept.
+        """
         reader = EventReader()
         async with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
             if response.status_code != 200:
                 self._refuse(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+            yield {}
             async for chunk in response.aiter_bytes():
                 for data in reader.feed(chunk):
                     if data == b"[DONE]":
