@@ -206,7 +206,7 @@ class Sampler:
             return int(ids[(scaled[ids] + gumbel(key, ids)).argmax()])
         # The whole row is read twice, and never copied: it is not in the processor's cache.
         lowest = scores.max() - np.float32(_HEAD / scale)
-        ids = np.flatnonzero(scores > lowest)
+        ids = np.flatnonzero(scores >= lowest)
         noisy = scores[ids] * scale + gumbel(key, ids)
         at = int(noisy.argmax())
         winner, score = int(ids[at]), float(noisy[at])
