@@ -104,8 +104,9 @@ class Admission:
 
     async def _decided(self, claim: Claim, wait_s: float) -> None:
         try:
-            async with asyncio.timeout(wait_s):
-                await claim.decided.wait()
+            if not claim.decided.is_set():
+                async with asyncio.timeout(wait_s):
+                    await claim.decided.wait()
         except TimeoutError:
             raise Overloaded(f"no place became free within {wait_s:g} s; try again in 10 s", retry_after_s=10) from None
         if claim.refusal is not None:

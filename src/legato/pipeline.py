@@ -143,12 +143,10 @@ class Run:
         reason: FinishReason = "stop"
         rest = job.resumed(self.written)
         rounds = Continuation(self.model.engine, rest)
-        timely = _until(
-            deadline,
-            request.max_reading_s,
-            request.max_writing_s,
-            _placed(rounds, claim, self.written, rest.max_tokens),
-        )
+        timely = _placed(rounds, claim, self.written, rest.max_tokens)
+        limits = (deadline, request.max_reading_s, request.max_writing_s)
+        if limits != (None, None, None):
+            timely = _until(*limits, timely)
         async with aclosing(timely) as steps:
             async for step in steps:
                 num_cached += step.num_cached

@@ -34,17 +34,26 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
     Raises:
         ClientGone: it did.
     """
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_until_gone(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientGone from None
+        raise
     finally:
-        for other in (task, watch):
-            other.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        watching.cancel()
 
 
 async def run_aside(receive: Receive, num_bytes: int, work: Callable[[], _Result], *, is_slow: bool = False) -> _Result:
@@ -56,11 +65,6 @@ async def run_aside(receive: Receive, num_bytes: int, work: Callable[[], _Result
     if num_bytes <= _ASIDE_BYTES and not is_slow:
         return work()
     return await while_connected(receive, asyncio.to_thread(work))
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def send_stream(
@@ -75,47 +79,43 @@ async def send_stream(
     The response begins with the first frame, also an empty one, with the first `keep_alive`, or with the end. An error
     before that is raised, so that it can have its own status; later it is told by the frames of `failure`.
     """
+    clock = asyncio.get_running_loop().time
     has_begun = False
+    written_at = clock()
+    lock = asyncio.Lock()
 
     async def write(data: bytes) -> None:
-        nonlocal has_begun
-        if not has_begun:
-            has_begun = True
-            await _start(send, 200, {**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        nonlocal has_begun, written_at
+        async with lock:
+            if not has_begun:
+                has_begun = True
+                await _start(send, 200, {**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            written_at = clock()
 
+    async def fill_silence() -> None:
+        while True:
+            silent_s = clock() - written_at
+            if silent_s >= KEEP_ALIVE_S:
+                await write(keep_alive)
+            else:
+                await asyncio.sleep(KEEP_ALIVE_S - silent_s)
+
+    filling = asyncio.create_task(fill_silence())
     try:
-        async with aclosing(_kept_alive(frames, keep_alive)) as pieces:
-            async for data in pieces:
-                await write(data)
+        async with aclosing(frames):
+            async for frame in frames:
+                await write(frame)
     except LegatoError as error:
         if not has_begun:
             raise
         for frame in failure(error):
             await write(frame)
+    finally:
+        filling.cancel()
     if not has_begun:
         await write(b"")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _kept_alive(frames: AsyncGenerator[bytes, None], keep_alive: bytes) -> AsyncGenerator[bytes, None]:
-    """Fill silence."""
-    async with aclosing(frames):
-        step = asyncio.ensure_future(anext(frames, None))
-        try:
-            while True:
-                done, _ = await asyncio.wait({step}, timeout=KEEP_ALIVE_S)
-                if not done:
-                    yield keep_alive
-                    continue
-                frame = step.result()
-                if frame is None:
-                    return
-                yield frame
-                step = asyncio.ensure_future(anext(frames, None))
-        finally:
-            step.cancel()
-            await asyncio.gather(step, return_exceptions=True)
 
 
 async def send_body(
