@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, StoreSettings
@@ -66,8 +63,7 @@ def create_app(
             await endpoints["GET" if scope["method"] == "HEAD" else scope["method"]](scope, receive, send)
 
         checks = {"is_public": is_public, "takes_x_api_key": path in _LLAMACPP}
-        guarded = Guarded(gate, watch, path, _reply(path), endpoint, **checks)
-        return Route(path, guarded, methods=[*endpoints])
+        return _Route(path, Guarded(gate, watch, path, _reply(path), endpoint, **checks), [*endpoints])
 
     dialects: dict[str, Dialect] = {
         "/v1/completions": openai.CompletionsDialect(),
@@ -134,24 +130,18 @@ def create_app(
     async def show_document(scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, document, status=200, headers={})
 
-    async def not_found(request: Request, error: Exception) -> Any:
-        path = request.scope["path"]
-        return PathError(RouteNotFound(f"there is nothing at `{path}`"), _reply(path), {})
-
-    async def not_allowed(request: Request, error: Exception) -> Any:
-        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-        allowed = headers.get("Allow", "")
-        message = f"`{request.scope['path']}` takes {allowed}, got {request.method}"
-        return PathError(MethodNotAllowed(message), _reply(request.scope["path"]), {"allow": allowed})
+    async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+        error = RouteNotFound(f"there is nothing at `{scope['path']}`")
+        await PathError(error, _reply(scope["path"]), {})(scope, receive, send)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: object) -> AsyncIterator[None]:
         with watch.open():
             async with ledger.kept(), generations.kept():
                 yield
 
-    app = Starlette(
-        routes=[
+    return Router(
+        [
             *(generation(path, dialect) for path, dialect in dialects.items()),
             query("POST", "/tokenize", llamacpp.tokenize),
             query("POST", "/detokenize", llamacpp.detokenize),
@@ -169,12 +159,29 @@ def create_app(
             *(routes(path, endpoints) for path, endpoints in handle_routes(generations, gate).items()),
             *(routes(path, endpoints) for path, endpoints in admin_routes(store, gate).items()),
         ],
+        redirect_slashes=False,
+        default=not_found,
         lifespan=lifespan,
         middleware=_cross_origin(server.cors_origins),
-        exception_handlers={404: not_found, 405: not_allowed},
     )
-    app.router.redirect_slashes = False
-    return app
+
+
+class _Route(Route):
+    """A path. A method that it does not take is answered as its dialect has errors."""
+
+    methods: set[str]
+
+    def __init__(self, path: str, guarded: Guarded, methods: Collection[str]) -> None:
+        super().__init__(path, guarded, methods=methods)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request for this path."""
+        if scope["method"] in self.methods:
+            await self.app(scope, receive, send)
+            return
+        allowed = ", ".join(self.methods)
+        error = MethodNotAllowed(f"`{scope['path']}` takes {allowed}, got {scope['method']}")
+        await PathError(error, _reply(scope["path"]), {"allow": allowed})(scope, receive, send)
 
 
 def _cross_origin(origins: Sequence[str]) -> Sequence[Middleware]:

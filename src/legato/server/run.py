@@ -96,6 +96,7 @@ async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, 
         log_config=None,
         lifespan="on",
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=limits.grace_s,
     )
     server = _Server(config)
