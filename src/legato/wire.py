@@ -33,6 +33,7 @@ KEEP_ALIVE = {EVENTS: b": keep-alive\n\n", LINES: b" "}
 """What may be sent at any time: a comment; a blank before the next line's JSON."""
 DONE = b"data: [DONE]\n\n"
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LINE_BREAKS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029", "\u0085": "\\u0085"})
 """Characters that some clients take for the end of a line; inside JSON they may be written as escapes."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -68,7 +69,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 def encode_json(value: Any) -> bytes:
     """Write a value as compact UTF-8 JSON, safe for clients that split lines at more than newlines."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_BREAKS).encode()
+    return _ENCODER.encode(value).translate(_LINE_BREAKS).encode()
 
 
 def encode_event(value: Any) -> bytes:
