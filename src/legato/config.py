@@ -124,7 +124,9 @@ class ModelSettings:
     spill_dir: str = ""
     """A folder where these are kept, also over a restart; empty: in memory."""
     urls: tuple[str, ...] = ()
-    """Where the engine `upstream` finds its model: servers with OpenAI's completions, such as vLLM."""
+    """Where the engine `upstream` finds its model: servers with OpenAI's completions, such as vLLM. They are asked
+    directly: proxies that the environment names are not.
+    """
     upstream_model: str = ""
     """What the model is called there; empty: the first one that a server lists."""
     upstream_key: str = ""
@@ -382,6 +384,9 @@ def _narrow(settings: Settings, model: str) -> Settings:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 """An origin as browsers write it: in small letters. Also those of extensions and desktop shells."""
 
+_SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[!-~]*)?")
+"""Where a server is: no name and password, which `upstream_key` is for."""
+
 
 def _check(settings: Settings) -> None:
     """Refuse what only shows when settings are seen together."""
@@ -398,6 +403,9 @@ def _check(settings: Settings) -> None:
                 raise ConfigError(f'`models.{name}.{option}` needs `models.{name}.engine` to be "upstream"')
             if is_upstream and not is_given and option in ("urls", "tokenizer"):
                 raise ConfigError(f'`models.{name}.engine` "upstream" needs `models.{name}.{option}`')
+        for url in model.urls:
+            if not _SERVER.fullmatch(url) or "?" in url or "#" in url:
+                raise ConfigError(f"`models.{name}.urls` must have addresses such as `http://gpu-1:8000`, got {url!r}")
         if bool(model.reasoning_open) != bool(model.reasoning_close):
             given, missing = ("open", "close") if model.reasoning_open else ("close", "open")
             raise ConfigError(f"`models.{name}.reasoning_{given}` needs `models.{name}.reasoning_{missing}` beside it")

@@ -313,6 +313,18 @@ def test_tags_of_thinking_come_in_pairs() -> None:
     ("text", "message"),
     [
         ("[models.m]\nurls = ['http://a']", '`models.m.urls` needs `models.m.engine` to be "upstream"'),
+        (
+            "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['gpu-1:8000']",
+            "`models.m.urls` must have addresses such as `http://gpu-1:8000`, got 'gpu-1:8000'",
+        ),
+        (
+            "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['http://me:secret@gpu-1']",
+            "`models.m.urls` must have addresses such as `http://gpu-1:8000`, got 'http://me:secret@gpu-1'",
+        ),
+        (
+            "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['http://gpu-1/v1?x=1']",
+            "`models.m.urls` must have addresses such as `http://gpu-1:8000`, got 'http://gpu-1/v1?x=1'",
+        ),
         ("[models.m]\nengine = 'upstream'", '`models.m.engine` "upstream" needs `models.m.urls`'),
         (
             "[models.m]\nengine = 'upstream'\nurls = ['http://a']",

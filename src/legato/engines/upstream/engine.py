@@ -31,18 +31,17 @@ from typing import Any
 import numpy as np
 
 from legato.choosing import ends_of
+from legato.engines.upstream.http import HttpClient
 from legato.engines.upstream.plugin import NUM_DIGITS, decode_score, encode_request
 from legato.engines.upstream.replicas import Replicas
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
 from legato.seam import Inner, Seam
 from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token
-from legato.wire import EventReader
+from legato.wire import EventReader, encode_json
 
 __all__ = ["UpstreamEngine"]
 
-_CONNECT_TIMEOUT_S = 5.0
-_READ_TIMEOUT_S = 600.0
 _MAX_BIASED = 300
 """Tokens that a request may confine the choice to: vLLM takes no more."""
 _BIAS = 100.0
@@ -67,8 +66,6 @@ class UpstreamEngine:
     def __init__(
         self, urls: Sequence[str], *, model: str, key: str, folder: Path, context_length: int, has_plugin: bool
     ) -> None:
-        import httpx2
-
         self.capabilities = Capabilities(
             logprobs=True,
             score_prompt=False,
@@ -80,15 +77,10 @@ class UpstreamEngine:
         )
         self._has_plugin = has_plugin
         self._proven: set[str] = set()
-        self._httpx = httpx2
         self._model = model
-        timeout = httpx2.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = httpx2.AsyncClient(timeout=timeout, headers=headers, limits=limits)
-        self._replicas = Replicas(
-            [url.rstrip("/").removesuffix("/v1") for url in urls], asyncio.get_running_loop().time
-        )
+        self._client = HttpClient({"authorization": f"Bearer {key}"} if key else {})
+        bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._replicas = Replicas(bases, asyncio.get_running_loop().time)
         self._num_running = 0
         self.num_lost = 0
         folder = folder.expanduser()
@@ -164,7 +156,7 @@ class UpstreamEngine:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
+        self._client.close()
 
     # -- one Job ------------------------------------------------------------------------------------------------------
 
@@ -379,10 +371,10 @@ class UpstreamEngine:
                     self._replicas.worked(url)
                     return
                 raise _Lost("it answered nothing")
-            except (_Lost, self._httpx.HTTPError) as error:
+            except (_Lost, OSError) as error:
                 self._replicas.failed(url)
                 self._proven.discard(url)
-                reason = f"{url}: {error or type(error).__name__}"
+                reason = f"{url}: {str(error) or type(error).__name__}"
                 if is_answered:
                     break
         raise _Lost(reason)
@@ -392,18 +384,21 @@ class UpstreamEngine:
         so that its connection can be kept.
         """
         reader = EventReader()
-        async with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                self._refuse(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+        answer = await self._client.ask("POST", url, "/v1/completions", encode_json(body))
+        try:
+            if answer.status != 200:
+                self._refuse(answer.status, (await answer.whole()).decode("utf-8", "replace"))
             yield {}
-            async for chunk in response.aiter_bytes():
-                for data in reader.feed(chunk):
+            while (piece := await answer.piece()) is not None:
+                for data in reader.feed(piece):
                     if data == b"[DONE]":
                         continue
                     event = json.loads(data)
                     if event.get("error"):
                         raise _Lost(_message(event))
                     yield event
+        finally:
+            answer.close()
 
     async def _prove(self, url: str) -> None:
         """See that the plug-in acts on a server: it writes tokens there that no model would.
@@ -449,10 +444,13 @@ class UpstreamEngine:
         reason = "no address is set"
         for url in self._replicas.order(()):
             try:
-                response = await self._client.get(f"{url}/v1/models")
-                return str(response.raise_for_status().json()["data"][0]["id"])
-            except (self._httpx.HTTPError, ValueError, LookupError) as error:
-                reason = f"{url}: {error or type(error).__name__}"
+                answer = await self._client.ask("GET", url, "/v1/models")
+                try:
+                    return str(json.loads(await answer.whole())["data"][0]["id"])
+                finally:
+                    answer.close()
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                reason = f"{url}: {str(error) or type(error).__name__}"
         raise ConfigError(f"no server tells the name of its model, so set `upstream_model` ({reason})")
 
     # -- answers ------------------------------------------------------------------------------------------------------
