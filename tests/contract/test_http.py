@@ -185,15 +185,16 @@ def test_an_answer_that_breaks_off_is_an_error_behind_what_has_come(sent: bytes)
     run(serve, check)
 
 
-def test_a_server_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_falls_silent_is_given_up(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_SILENCE_S", 0.2)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
-        writer.write(CHUNKED)
-        for _ in range(5):  # Longer than the limit, but not at a time.
+        writer.write(head)
+        for _ in range(6):  # Longer than the limit, but not at a time.
             await asyncio.sleep(0.08)
-            writer.write(b"3\r\none\r\n")
+            writer.write(b"one")
         await reader.read()
 
     async def check(ask: Ask) -> None:
@@ -228,6 +229,22 @@ def test_who_leaves_closes_the_connection(has_begun: bool) -> None:
             await asyncio.sleep(0.1)
             asking.cancel()
         await is_closed.wait()
+
+    run(serve, check)
+
+
+def test_an_answer_that_was_not_read_keeps_no_connection() -> None:
+    """It may have more pieces than wait for a reader, and then no more is read."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await read_request(reader):
+            writer.write(CHUNKED + b"1\r\nx\r\n" * 300 + END)
+
+    async def check(ask: Ask) -> None:
+        (await ask()).close()
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            assert await whole(await ask()) == b"one" + b"x" * 300
 
     run(serve, check)
 

@@ -167,8 +167,8 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the answer has ended, and the connection has not."""
-        return self._is_over and self._is_kept and self._error is None
+        """Whether the answer was read to its end, and the connection has none."""
+        return self._is_over and self._is_kept and self._error is None and not self._pieces
 
     async def _wait(self) -> None:
         """Wait until something has come."""
@@ -218,7 +218,7 @@ class _Connection(asyncio.Protocol):
         """Take it for the end of an answer that has no other, or for an error."""
         if not self._is_over:
             self._silence.cancel()
-            self._is_over = self.status >= 200 and not self._has_length and exc is None
+            self._is_over = self.status >= 200 and not self._has_length and exc is self._error is None
         self._error = self._error or ConnectionError(str(exc or "it has closed the connection"))
         self._tell()
 
