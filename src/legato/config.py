@@ -406,6 +406,8 @@ def _check(settings: Settings) -> None:
         for url in model.urls:
             if not _SERVER.fullmatch(url) or "?" in url or "#" in url:
                 raise ConfigError(f"`models.{name}.urls` must have addresses such as `http://gpu-1:8000`, got {url!r}")
+        if not (model.upstream_key.isascii() and model.upstream_key.isprintable()):
+            raise ConfigError(f"`models.{name}.upstream_key` must be ASCII without control characters")
         if bool(model.reasoning_open) != bool(model.reasoning_close):
             given, missing = ("open", "close") if model.reasoning_open else ("close", "open")
             raise ConfigError(f"`models.{name}.reasoning_{given}` needs `models.{name}.reasoning_{missing}` beside it")

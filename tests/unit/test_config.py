@@ -325,6 +325,10 @@ def test_tags_of_thinking_come_in_pairs() -> None:
             "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['http://gpu-1/v1?x=1']",
             "`models.m.urls` must have addresses such as `http://gpu-1:8000`, got 'http://gpu-1/v1?x=1'",
         ),
+        (
+            "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['http://a']\nupstream_key = \"a\\nb\"",
+            "`models.m.upstream_key` must be ASCII without control characters",
+        ),
         ("[models.m]\nengine = 'upstream'", '`models.m.engine` "upstream" needs `models.m.urls`'),
         (
             "[models.m]\nengine = 'upstream'\nurls = ['http://a']",
