@@ -405,7 +405,10 @@ def _check(settings: Settings) -> None:
                 raise ConfigError(f'`models.{name}.engine` "upstream" needs `models.{name}.{option}`')
         for url in model.urls:
             if not _SERVER.fullmatch(url) or "?" in url or "#" in url:
-                raise ConfigError(f"`models.{name}.urls` must have addresses such as `http://gpu-1:8000`, got {url!r}")
+                shown = re.sub("//.*@", "//...@", url)  # There may be a password.
+                raise ConfigError(
+                    f"`models.{name}.urls` must have addresses such as `http://gpu-1:8000`, got {shown!r}"
+                )
         if not (model.upstream_key.isascii() and model.upstream_key.isprintable()):
             raise ConfigError(f"`models.{name}.upstream_key` must be ASCII without control characters")
         if bool(model.reasoning_open) != bool(model.reasoning_close):

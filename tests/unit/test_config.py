@@ -319,7 +319,7 @@ def test_tags_of_thinking_come_in_pairs() -> None:
         ),
         (
             "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['http://me:secret@gpu-1']",
-            "`models.m.urls` must have addresses such as `http://gpu-1:8000`, got 'http://me:secret@gpu-1'",
+            "`models.m.urls` must have addresses such as `http://gpu-1:8000`, got 'http://...@gpu-1'",
         ),
         (
             "[models.m]\nengine = 'upstream'\ntokenizer = 't'\nurls = ['http://gpu-1/v1?x=1']",
