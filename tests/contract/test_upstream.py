@@ -205,6 +205,8 @@ def test_what_a_server_refuses_is_an_error_that_says_so() -> None:
         response = served.post("/v1/completions", {"model": "front", "prompt": "x "})
         assert response.status_code == 500
         assert "refuses the request (404)" in response.json()["error"]["message"]
+        with pytest.raises(ConfigError, match="status 404"), serve_front(f"{other.url}/nothing"):
+            pass
 
 
 @pytest.mark.timeout(300)

@@ -446,6 +446,8 @@ class UpstreamEngine:
             try:
                 answer = await self._client.ask("GET", url, "/v1/models")
                 try:
+                    if answer.status != 200:
+                        raise OSError(f"status {answer.status}")
                     return str(json.loads(await answer.whole())["data"][0]["id"])
                 finally:
                     answer.close()
