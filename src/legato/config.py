@@ -384,8 +384,8 @@ def _narrow(settings: Settings, model: str) -> Settings:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 """An origin as browsers write it: in small letters. Also those of extensions and desktop shells."""
 
-_SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[!-~]*)?")
-"""Where a server is: no name and password, which `upstream_key` is for."""
+_SERVER = re.compile(r'https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[!"$->@-~]*)?')
+"""Where a server is: no query, and no name and password, which `upstream_key` is for."""
 
 
 def _check(settings: Settings) -> None:
@@ -404,7 +404,7 @@ def _check(settings: Settings) -> None:
             if is_upstream and not is_given and option in ("urls", "tokenizer"):
                 raise ConfigError(f'`models.{name}.engine` "upstream" needs `models.{name}.{option}`')
         for url in model.urls:
-            if not _SERVER.fullmatch(url) or "?" in url or "#" in url:
+            if not _SERVER.fullmatch(url):
                 shown = re.sub("//.*@", "//...@", url)  # There may be a password.
                 raise ConfigError(
                     f"`models.{name}.urls` must have addresses such as `http://gpu-1:8000`, got {shown!r}"

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -35,24 +35,22 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 async def whole(answer: Answer) -> bytes:
     """Read an answer and close it."""
-    try:
+    with closing(answer):
         return await answer.whole()
-    finally:
-        answer.close()
 
 
 def run(serve: Serve, check: Callable[[Ask], Awaitable[None]], *, tls: ssl.SSLContext | None = None) -> None:
     """Serve connections with `serve` while `check` makes requests."""
 
     async def main() -> None:
-        async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await serve(reader, writer)
             finally:
                 writer.close()
 
         client = HttpClient({"authorization": "Bearer key"})
-        async with await asyncio.start_server(closing, "127.0.0.1", 0, ssl=tls) as server:
+        async with await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls) as server:
             port = server.sockets[0].getsockname()[1]
             base = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}/base"
             async with asyncio.timeout(20):

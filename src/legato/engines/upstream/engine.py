@@ -23,7 +23,7 @@ import json
 import math
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -384,8 +384,7 @@ class UpstreamEngine:
         so that its connection can be kept.
         """
         reader = EventReader()
-        answer = await self._client.ask("POST", url, "/v1/completions", encode_json(body))
-        try:
+        with closing(await self._client.ask("POST", url, "/v1/completions", encode_json(body))) as answer:
             if answer.status != 200:
                 self._refuse(answer.status, (await answer.whole()).decode("utf-8", "replace"))
             yield {}
@@ -397,8 +396,6 @@ class UpstreamEngine:
                     if event.get("error"):
                         raise _Lost(_message(event))
                     yield event
-        finally:
-            answer.close()
 
     async def _prove(self, url: str) -> None:
         """See that the plug-in acts on a server: it writes tokens there that no model would.
@@ -444,13 +441,10 @@ class UpstreamEngine:
         reason = "no address is set"
         for url in self._replicas.order(()):
             try:
-                answer = await self._client.ask("GET", url, "/v1/models")
-                try:
+                with closing(await self._client.ask("GET", url, "/v1/models")) as answer:
                     if answer.status != 200:
                         raise OSError(f"status {answer.status}")
                     return str(json.loads(await answer.whole())["data"][0]["id"])
-                finally:
-                    answer.close()
             except (OSError, ValueError, LookupError, TypeError) as error:
                 reason = f"{url}: {str(error) or type(error).__name__}"
         raise ConfigError(f"no server tells the name of its model, so set `upstream_model` ({reason})")
