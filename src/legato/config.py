@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import platformdirs
 
 from legato.errors import ConfigError
+from legato.service_links import is_service_link
 
 __all__ = [
     "LimitSettings",
@@ -258,7 +259,7 @@ def _environment_layer(environment: Mapping[str, str]) -> Iterator[tuple[str, di
     names = {f"LEGATO_{group}_{option}".upper(): (group, option) for group, option in places}
     names["LEGATO_DATA_DIR"] = ("", "data_dir")
     for name, text in environment.items():
-        if not name.startswith("LEGATO_"):
+        if not name.startswith("LEGATO_") or is_service_link(name, text):
             continue
         if name not in names:
             raise ConfigError(f"environment variable `{name}` sets nothing{_hint(name, names)}")
