@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import platformdirs
 
 from legato.errors import ConfigError
+from legato.machine import cores
 from legato.service_links import is_service_link
 
 __all__ = [
@@ -118,7 +119,7 @@ class ModelSettings:
     """Most tokens of prompt and answer together; 0: what the model was trained for."""
     num_cells: int = _number(0, least=0, most=2**31 - 1)
     """Most tokens of all sequences in the KV cache together; 0: one full context and a little more."""
-    num_threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)), metadata={"least": 1, "most": 512})
+    num_threads: int = field(default_factory=lambda: cores().num, metadata={"least": 1, "most": 512})
     """Threads that compute."""
     spill_bytes: int = _number(512 * 1024 * 1024, least=0)
     """Most bytes of idle prompts and answers that had to leave the KV cache and can be read back."""

@@ -14,7 +14,7 @@ __all__ = ["is_service_link"]
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether a variable tells where a Service is. Its name alone does not say: `LEGATO_SERVER_PORT` is a setting too."""
+    """Whether a variable tells where a Service is. Its name alone does not say: `LEGATO_SERVER_PORT` is a setting."""
     return any(pattern.fullmatch(name) and has_form(value) for pattern, has_form in _FORMS)
 
 

@@ -19,6 +19,7 @@ from legato.config import (
     worker_environment,
 )
 from legato.errors import ConfigError
+from legato.machine import cores
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def test_nothing_configured() -> None:
     assert settings.server == ServerSettings()
     assert (settings.server.host, settings.server.port) == ("127.0.0.1", 8080)
     assert settings.models == {"m": ModelSettings()}
-    assert settings.models["m"].num_threads == len(os.sched_getaffinity(0))
+    assert settings.models["m"].num_threads == cores().num
     assert settings.data_dir.name == "legato"
 
 

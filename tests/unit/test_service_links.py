@@ -12,7 +12,7 @@ from legato.service_links import is_service_link
 
 
 def service(name: str, host: str, ports: dict[str, tuple[int, str]]) -> dict[str, str]:
-    """The variables that Kubernetes sets for a Service (`pkg/kubelet/envvars`). `ports`: by name, number and protocol."""
+    """What Kubernetes sets for a Service (`pkg/kubelet/envvars`). `ports`: by name, number and protocol."""
 
     def upper(text: str) -> str:
         return text.upper().replace("-", "_")

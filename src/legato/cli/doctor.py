@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import sys
 import time
@@ -19,6 +18,7 @@ from legato.cli.options import config_option, model_option, settings_for
 from legato.config import Settings
 from legato.engines.llamacpp import matmul
 from legato.errors import ConfigError, LegatoError
+from legato.machine import cores
 
 __all__ = ["command"]
 
@@ -40,7 +40,7 @@ def command(config_file: Path | None, model: str | None) -> None:
 
 
 def _checks(settings: Settings) -> Iterator[tuple[bool, str]]:
-    yield True, f"Python {platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    yield True, f"Python {platform.python_version()} on {platform.machine()}, {cores()}"
     is_installed = importlib.util.find_spec("llama_cpp") is not None
     if is_installed:
         version = importlib.metadata.version("llama-cpp-python")
