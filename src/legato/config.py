@@ -12,6 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -40,6 +41,10 @@ __all__ = [
 def _number(default: float, *, least: float, most: float = float("inf")) -> Any:
     """Declare an option that is a number within bounds."""
     return field(default=default, metadata={"least": least, "most": most})
+
+
+_PATH = {"is_path": True}
+"""Marks an option that is a path. A `~` at its beginning is a home folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class ModelSettings:
 
     engine: str = field(default="llamacpp", metadata={"choices": ("llamacpp", "scripted", "upstream")})
     """`llamacpp`; `upstream` for a model on other servers; `scripted` for a demonstration without a model."""
-    path: str = ""
+    path: str = field(default="", metadata=_PATH)
     """A GGUF file; empty: the pulled model of this name."""
     context_length: int = _number(0, least=0, most=2**31 - 1)
     """Most tokens of prompt and answer together; 0: what the model was trained for."""
@@ -123,7 +128,7 @@ class ModelSettings:
     """Threads that compute."""
     spill_bytes: int = _number(512 * 1024 * 1024, least=0)
     """Most bytes of idle prompts and answers that had to leave the KV cache and can be read back."""
-    spill_dir: str = ""
+    spill_dir: str = field(default="", metadata=_PATH)
     """A folder where these are kept, also over a restart; empty: in memory."""
     urls: tuple[str, ...] = ()
     """Where the engine `upstream` finds its model: servers with OpenAI's completions, such as vLLM. They are asked
@@ -135,7 +140,7 @@ class ModelSettings:
     """Sent there as a bearer token; empty: none."""
     upstream_plugin: bool = False
     """Whether these servers are vLLM with Legato's plug-in: sampling is then as exact as the embedded engine's."""
-    tokenizer: str = ""
+    tokenizer: str = field(default="", metadata=_PATH)
     """A folder with the model's `tokenizer.json`, `tokenizer_config.json` and `config.json`, for `upstream`."""
     reasoning_open: str = ""
     """What the model writes before it thinks; empty: what its chat template says."""
@@ -147,7 +152,7 @@ class ModelSettings:
 class StoreSettings:
     """Where keys, usage and journals are kept, and how long."""
 
-    url: str = ""
+    url: str = field(default="", metadata=_PATH)
     """A database, as `postgresql://user:password@host/name`; empty: `legato.db` in the data folder, with SQLite."""
     resume_window_s: float = _number(300.0, least=0)
     """Seconds that a resumable answer goes on without a client."""
@@ -166,7 +171,22 @@ class Settings:
     store: StoreSettings = StoreSettings()
     models: Mapping[str, ModelSettings] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    data_dir: Path = field(default_factory=lambda: Path(platformdirs.user_data_dir("legato")))
+    data_dir: Path = field(default_factory=lambda: _default_data_dir(), metadata=_PATH)
+
+
+def _default_data_dir() -> Path:
+    """Return the user's own folder for data.
+
+    Raises:
+        ConfigError: the user has none, as in a container that runs under any number.
+    """
+    with suppress(RuntimeError):
+        folder = Path(platformdirs.user_data_dir("legato"))
+        if folder.is_absolute():
+            return folder
+    raise ConfigError(
+        f"`data_dir` must be set, as `LEGATO_DATA_DIR=/path`: HOME is not, and user {os.getuid()} has no home folder"
+    )
 
 
 def load_settings(
@@ -303,6 +323,8 @@ def _build(cls: type[Any], values: Mapping[str, Any], at: str, sources: Mapping[
             dots = "; a name with dots needs quotes" if cls is ModelSettings and isinstance(value, Mapping) else ""
             raise ConfigError(f"{place} is no setting{_hint(key, options)}{dots}")
         arguments[key] = _convert(kinds[key], value, path, sources)
+        if "is_path" in options[key].metadata:
+            arguments[key] = kinds[key](_expand(str(arguments[key]), place))
         _check_value(arguments[key], place, options[key].metadata)
     return cls(**arguments)
 
@@ -319,7 +341,7 @@ def _convert(kind: Any, value: Any, path: str, sources: Mapping[str, str]) -> An
     if isinstance(value, _Text):
         value = _read_text(kind, str(value))
     if kind is Path and isinstance(value, str):
-        return Path(value).expanduser()
+        return Path(value)
     if kind is float and type(value) is int:
         return float(value)
     if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -328,6 +350,27 @@ def _convert(kind: Any, value: Any, path: str, sources: Mapping[str, str]) -> An
         shown = "***" if path in ("server.api_keys", "store.url") else repr(value)
         raise ConfigError(f"`{path}` ({sources[path]}) must be {_ACCEPTED[kind]}, got {shown}")
     return value
+
+
+_SQLITE = "sqlite:///"
+
+
+def _expand(path: str, place: str) -> str:
+    """Return a path, or the address of a database file, with the home folder in place of `~`.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no path.
+    """
+    if "://" in path and not path.startswith(_SQLITE):
+        return path
+    scheme = _SQLITE if path.startswith(_SQLITE) else ""
+    path = path.removeprefix(scheme)
+    if "\0" in path:
+        raise ConfigError(f"{place} must be a path, got {path!r}")
+    try:
+        return scheme + (str(Path(path).expanduser()) if path.startswith("~") else path)
+    except RuntimeError:
+        raise ConfigError(f"{place} must be a path, got {path!r}, and there is no such home folder") from None
 
 
 _ACCEPTED = {
@@ -378,7 +421,7 @@ def _narrow(settings: Settings, model: str) -> Settings:
     chosen = settings.models.get(name, ModelSettings())
     return replace(
         settings,
-        models={name: replace(chosen, path=model) if is_file else chosen},
+        models={name: replace(chosen, path=_expand(model, "`--model`")) if is_file else chosen},
         aliases={alias: target for alias, target in settings.aliases.items() if target == name},
     )
 

@@ -95,7 +95,7 @@ def model_path(name: str, settings: ModelSettings, data_dir: Path) -> Path:
         ConfigError: there is none.
     """
     if settings.path:
-        return Path(settings.path).expanduser()
+        return Path(settings.path)
     return find_model(name, data_dir)
 
 
@@ -169,7 +169,7 @@ def _overridden(profile: Profile, settings: ModelSettings) -> Profile:
 
 
 def _spill_dir(name: str, settings: ModelSettings) -> Path | None:
-    return Path(settings.spill_dir).expanduser() / name if settings.spill_dir else None
+    return Path(settings.spill_dir) / name if settings.spill_dir else None
 
 
 def _admission(limits: LimitSettings) -> Admission:

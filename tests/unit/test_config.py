@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,67 @@ def test_a_variable_of_another_kind_is_refused(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert refusal() == accepted.format(f"environment variable {name}")
+
+
+# -- paths ------------------------------------------------------------------------------------------------------------
+
+PATHS = [
+    "data_dir = '{}'",
+    "[store]\nurl = 'sqlite:///{}'",
+    "[models.m]\npath = '{}'",
+    "[models.m]\nspill_dir = '{}'",
+    "[models.m]\nengine = 'upstream'\nurls = ['http://a']\ntokenizer = '{}'",
+]
+
+
+def names(text: str) -> str:
+    """Return the setting that one of `PATHS` sets."""
+    table, _, option = text.rpartition("\n")
+    return f"{table.partition(']')[0].lstrip('[')}.{option.partition(' =')[0]}".lstrip(".")
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder, as in a container that runs under any number."""
+
+    def find(name: object) -> None:
+        raise KeyError(f"not found: {name}")
+
+    for variable in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", find)
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_a_home_folder_is_found_in_every_path(text: str) -> None:
+    assert str(Path.home() / "x") in repr(load(text.format("~/x")))
+    assert str(Path("~root/x").expanduser()) in repr(load(text.format("~root/x")))
+    assert "a/~b" in repr(load(text.format("a/~b")))
+
+
+@pytest.mark.parametrize("text", PATHS)
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "~nosuchuser", "~/x", "~"])
+@pytest.mark.usefixtures("homeless")
+def test_a_home_folder_that_is_not_there_is_said_with_the_setting(text: str, path: str) -> None:
+    said = refusal(text.format(path), {} if text.startswith("data_dir") else {"data_dir": "/d"})
+    assert said == f"`{names(text)}` (legato.toml) must be a path, got {path!r}, and there is no such home folder"
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_folder_the_data_folder_must_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refusal()
+    assert said.startswith("`data_dir` must be set, as `LEGATO_DATA_DIR=/path`")
+    assert "\n" not in said
+    monkeypatch.setenv("LEGATO_DATA_DIR", "/d")
+    assert load().data_dir == Path("/d")
+    monkeypatch.delenv("LEGATO_DATA_DIR")
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert load().data_dir == Path("/data/legato")
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_a_path_with_a_zero_byte_is_refused(text: str) -> None:
+    assert "must be a path, got 'a\\x00b'" in refusal(text.format("a\\u0000b").replace("'", '"'))
 
 
 # -- settings seen together -------------------------------------------------------------------------------------------

@@ -25,5 +25,5 @@ def command(config_file: Path | None) -> None:
         )
     for name, model in settings.models.items():
         if model.path:
-            state = "here" if Path(model.path).expanduser().exists() else "missing"
+            state = "here" if Path(model.path).exists() else "missing"
             click.echo(f"{name}\n  {model.path}, {state}")

@@ -81,8 +81,8 @@ def listen(server: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # Of every connection, too.
         listener.bind((server.host.strip("[]"), server.port))
         listener.listen(2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, TypeError, ValueError) as error:  # The latter for what can be no name of a host.
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
     return listener
 

@@ -83,7 +83,6 @@ class UpstreamEngine:
         self._replicas = Replicas(bases, asyncio.get_running_loop().time)
         self._num_running = 0
         self.num_lost = 0
-        folder = folder.expanduser()
         self.tokenizer = JsonTokenizer(folder)
         self.seam = Seam(self.tokenizer)
         self.profile = read_profile(folder, self.tokenizer, context_length)
