@@ -167,7 +167,10 @@ class Run:
                 for token in step.tokens:
                     if self.tokens is not None:
                         self.tokens.append(token)
-                    for piece in text.feed(token):
+                    pieces = text.feed(token)
+                    # Before anything is shown: whoever reads may leave in the middle of that.
+                    self.usages[choice] = Usage(job.prompt.num_tokens, text.num_tokens, num_cached)
+                    for piece in pieces:
                         shown += piece.tokens
                         is_first = piece.channel == "reasoning" and not has_thought
                         has_thought = has_thought or is_first
