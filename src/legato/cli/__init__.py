@@ -10,12 +10,14 @@ import importlib
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from legato import __version__
 from legato.errors import ConfigError, LegatoError, RequestError
+from legato.logs import escape
 
 __all__ = ["group", "main"]
 
@@ -53,13 +55,15 @@ def main() -> None:
     """Run the command line, and turn every expected failure into one line and an exit code."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - None if the descriptor is closed
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - else a file gets its number
     for stream in (sys.stdout, sys.stderr):  # Text is UTF-8 whatever the locale says.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         group.main(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         _leave(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         _leave(130)
@@ -75,13 +79,15 @@ def main() -> None:
 
 
 def _say(message: str) -> None:
-    click.echo(f"legato: {' '.join(message.split())}", err=True)
+    with suppress(OSError):
+        click.echo(f"legato: {escape(' '.join(message.split()))}", err=True)
 
 
 def _leave(code: int) -> None:
     """Exit; what is still buffered and cannot be written is given up quietly."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)

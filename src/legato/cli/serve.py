@@ -40,13 +40,11 @@ def command(
         model = "demo"
         flags["models"] = {model: {"engine": "scripted"}}
     settings = settings_for(config_file, model, flags)
-    set_up_logs(settings.server.log_format, verbose=verbose)
+    say = set_up_logs(settings.server.log_format, verbose=verbose)
     with open_store(settings) as store:
         check_exposure(settings.server, has_keys=store.has_keys())
         ensure_pulled(settings)
         from legato.server.run import serve  # Takes a while to load; what is wrong above is said at once.
 
         names = ", ".join(settings.models)
-        asyncio.run(
-            serve(settings, store, ready=lambda url: click.echo(f"Legato serves {names} at {url}/v1", err=True))
-        )
+        asyncio.run(serve(settings, store, ready=lambda url: say(f"Legato serves {names} at {url}/v1")))
