@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from legato.errors import InvalidField
+from legato.signals import blocked_in_children
 from legato.types import ConstraintOptions
 
 __all__ = ["Checker"]
@@ -108,13 +109,14 @@ class Checker:
 
 
 def _start() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "legato.constraint"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    with blocked_in_children():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "legato.constraint"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     _read(process, _START_S)
     return process
 

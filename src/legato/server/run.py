@@ -20,6 +20,7 @@ from legato.config import LimitSettings, ServerSettings, Settings
 from legato.errors import ConfigError
 from legato.models import Models, load_models
 from legato.server.connection import connections
+from legato.signals import ENDING
 from legato.store import Store
 
 __all__ = ["listen", "load", "run_app", "serve"]
@@ -40,15 +41,16 @@ async def load(settings: Settings) -> tuple[Models, Callable[..., ASGIApp]]:
 
 
 async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None]) -> None:
-    """Load the models and serve until SIGINT or SIGTERM. `ready` is called with the base URL.
+    """Load the models and serve until a signal ends it. `ready` is called with the base URL.
 
     Raises:
         ConfigError: the address is taken, or a model cannot be loaded.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    for number in ENDING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # As `nohup` has it.
+            loop.add_signal_handler(number, stop.set)
     with listen(settings.server) as listener:
         loading = asyncio.create_task(load(settings))
         stopped = asyncio.create_task(stop.wait())

@@ -23,6 +23,7 @@ from legato.engines.llamacpp.worker import WorkerSettings, pack
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed, LegatoError
 from legato.profiles import Profile, profile_from_metadata
 from legato.seam import Seam
+from legato.signals import blocked_in_children
 from legato.types import Capabilities, FinishReason, Job, Step, Token, Tokenizer
 
 __all__ = ["LlamaCppEngine"]
@@ -208,7 +209,7 @@ class LlamaCppEngine:
         length.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, blocked_in_children():
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

@@ -1,8 +1,8 @@
 """The worker process: a model, its scheduler and a socket to the server's process.
 
 Run as `python -m legato.engines.llamacpp.worker FD`. It receives pickled commands over the socket `FD` and answers
-with pickled events, each behind its length (4 bytes). It ends when the socket does. The peer is the process that
-started it, so pickles may be trusted.
+with pickled events, each behind its length (4 bytes). It ends when the socket does; signals that end the server do not
+reach it (`legato.signals`). The peer is the process that started it, so pickles may be trusted.
 
 Commands: `WorkerSettings` once, then ("submit", Job), ("cancel", Job id), ("count",).
 Events: ("loaded", context length) and ("ready", None), or ("refused", reason); then ("steps", [(Job id, Step or error),
@@ -14,7 +14,6 @@ from __future__ import annotations
 import faulthandler
 import pickle
 import select
-import signal
 import socket
 import struct
 import sys
@@ -97,7 +96,6 @@ class _Peer:
 def main() -> None:
     """Serve one model until the socket closes."""
     faulthandler.disable()  # A crash here is the parent's to report, in its own words.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides.
     peer = _Peer(socket.socket(fileno=int(sys.argv[1])))
     try:
         settings: WorkerSettings = peer.receive(wait=True)[0]
