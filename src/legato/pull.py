@@ -37,6 +37,7 @@ from typing import Any
 
 from legato.config import child_environment
 from legato.errors import ConfigError
+from legato.permissions import make_folder
 
 __all__ = [
     "CatalogEntry",
@@ -401,7 +402,7 @@ def _disk_errors(entry: CatalogEntry, partial: Path) -> Iterator[None]:
 @contextmanager
 def _locked(entry: CatalogEntry, partial: Path) -> Iterator[None]:
     """Keep other processes away from `partial`, which is created."""
-    partial.mkdir(parents=True, exist_ok=True)
+    make_folder(partial)
     handle = os.open(partial, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,6 +33,7 @@ from legato.errors import (
     RateLimited,
     StoreUnavailable,
 )
+from legato.permissions import make_folder, protect_file
 
 __all__ = ["ANYONE", "Charge", "Key", "Store", "UsageRow", "hash_key", "metadata", "store_url"]
 
@@ -192,7 +193,7 @@ class Store:
             raise ConfigError("PostgreSQL needs a driver: `pip install 'legato[postgresql]'`") from None
         try:
             if engine.name == "sqlite":
-                Path(engine.url.database or "").parent.mkdir(parents=True, exist_ok=True)
+                _protect(engine.url.database or "")
             with engine.begin() as connection:
                 _migrate(connection)
         except (SQLAlchemyError, OSError) as error:
@@ -427,6 +428,16 @@ def _connect(url: sa.URL) -> sa.Engine:
         connection.exec_driver_sql("BEGIN" if connection.get_execution_options().get("reads") else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _protect(database: str) -> None:
+    """Let nobody else read an SQLite database: it has texts. What SQLite puts beside it gets the file's own mode."""
+    if database in ("", ":memory:") or database.startswith("file:"):
+        return
+    make_folder(Path(database).parent)
+    protect_file(Path(database), create=True)
+    for beside in ("-wal", "-shm", "-journal"):
+        protect_file(Path(database + beside))
 
 
 def _migrate(connection: sa.Connection) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from legato.config import Settings, load_settings
-from legato.errors import InvalidField
+from legato.errors import ConfigError, InvalidField
+from legato.permissions import protect_folder
 from legato.pull import CatalogEntry, default_model, find_entry, find_model, is_pulled, pull
 
 if TYPE_CHECKING:
@@ -57,9 +58,18 @@ def settings_for(config_file: Path | None, model: str | None, flags: Mapping[str
 
 
 def open_store(settings: Settings) -> AbstractContextManager[Store]:
-    """Open the configured database; leaving the context closes it."""
+    """Open the configured database; leaving the context closes it.
+
+    Raises:
+        ConfigError: it cannot be used, or the data folder that it is in.
+    """
     from legato.store import Store, store_url  # Takes a while to load, and few commands want it.
 
+    if not settings.store.url:
+        try:
+            protect_folder(settings.data_dir)
+        except OSError as error:
+            raise ConfigError(f"`data_dir` {settings.data_dir} cannot be used: {error.strerror}") from None
     return closing(Store.open(store_url(settings)))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from legato.engines.llamacpp.cache import Tokens, shared_head
+from legato.permissions import open_private, protect_file, protect_folder
 
 __all__ = ["Spill"]
 
@@ -52,7 +53,7 @@ class Spill:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._num_bytes = 0
         if directory is not None and max_bytes:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            protect_folder(directory)
             for name, entry in self._read_directory(directory):
                 self._entries[name] = entry
                 self._num_bytes += entry.size
@@ -130,7 +131,7 @@ class Spill:
         }
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            with part.open("wb") as file:
+            with open(part, "wb", opener=open_private) as file:
                 file.write(json.dumps(header).encode() + b"\n" + tokens.tobytes())
                 file.write(state)
             part.replace(path)
@@ -142,6 +143,7 @@ class Spill:
         """Yield what is stored, the least recently used first; delete what this model cannot use."""
         for path in sorted(directory.glob(f"*{_SUFFIX}"), key=_last_use):
             try:
+                protect_file(path)
                 with path.open("rb") as file:
                     header = json.loads(file.readline())
                     tokens = np.frombuffer(file.read(4 * header["num_tokens"]), np.int32)
