@@ -175,6 +175,21 @@ def test_a_gap_that_is_typed_into_goes_on_as_it_was_foretold(default: Served) ->
     assert decoded(default) == again
 
 
+def test_what_is_typed_and_deleted_again_leaves_no_trace(default: Served) -> None:
+    before = "def area(w, h):\n    return w * h\n\n\ndef perimeter(w, h):\n"
+    for salt, prefix in enumerate((before, before + "    ret", "print('hello, wor")):
+
+        def content(typed: str, prefix: str = prefix, salt: str = str(salt)) -> str:
+            body = {"input_prefix": prefix + typed, "input_suffix": "\n\nprint('done')\n", "n_predict": 6}
+            answer = default.post("/infill", {**body, "temperature": 0, "cache_salt": salt})
+            return str(answer.json()["content"])
+
+        first = content("")
+        for typed in ("\t", " ", "u", "l", "\n"):
+            content(typed)
+            assert content("") == first
+
+
 def test_typing_leaves_all_before_the_line_in_the_cache(default: Served) -> None:
     lines = [f"def function_{index}(x):\n    return x + {index}\n\n" for index in range(60)]
     prefix, suffix = "".join(lines[:40]) + "def last(x):\n", "\n\n" + "".join(lines[40:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ SCAFFOLD = (1, 2, 3)
 
 def job(text: bytes, heal: bytes = b"", *, max_tokens: int = 8, seed: int = 7) -> Job:
     """A Job that continues `text` + `heal`, a token for every byte."""
-    prompt = Prompt((*SCAFFOLD, *text), (), heal, 0, len(SCAFFOLD), (text + heal).decode())
+    prompt = Prompt((*SCAFFOLD, *text), (), heal, len(text), len(SCAFFOLD), (text + heal).decode())
     return Job("j", 0, prompt, max_tokens, Sampling(seed, 0.5), is_typed=True)
 
 
@@ -38,6 +39,7 @@ def remembered(finish: FinishReason | None = "stop") -> Recall:
         (job(b"abcd", b"e"), b"efgh", "stop"),
         (job(b"abcdefgh"), b"", "stop"),
         (job(b"abcd", b"e", max_tokens=2), b"efg", "length"),
+        (replace(job(b"abcd", b"e"), num_resumed=2, reference=(1,), max_round_tokens=4), b"efgh", "stop"),
     ],
 )
 def test_who_types_what_was_foretold_gets_the_rest(asked: Job, text: bytes, finish: FinishReason) -> None:
@@ -49,6 +51,10 @@ def test_who_types_what_was_foretold_gets_the_rest(asked: Job, text: bytes, fini
     [
         job(b"abx"),
         job(b"ab", b"x"),
+        job(b"ab", b"c"),
+        job(b"ab"),
+        job(b"abc", b"d"),
+        job(b"ab", b"cde"),
         job(b"a"),
         job(b"abcdefghi"),
         job(b"abcd", seed=8),
@@ -57,11 +63,21 @@ def test_who_types_what_was_foretold_gets_the_rest(asked: Job, text: bytes, fini
         replace(job(b"abcd"), choice=1),
         replace(job(b"abcd"), cache_salt="other"),
         replace(job(b"abcd"), stop_ids=(5,)),
-        replace(job(b"abcd"), prompt=Prompt((9, 2, 3, *b"abcd"), (), b"", 0, 3, "abcd")),
+        replace(job(b"abcd"), min_tokens=1),
+        replace(job(b"abcd"), prompt=Prompt((9, 2, 3, *b"abcd"), (), b"", 4, 3, "abcd")),
+        replace(job(b"abcd"), prompt=Prompt((*SCAFFOLD, *b"abcd"), (), b"", 5, 3, "abcd")),
     ],
 )
 def test_any_other_job_is_written_anew(asked: Job) -> None:
     assert remembered().find(asked) is None
+
+
+def test_ends_are_ruled_out_behind_each_seam_anew() -> None:
+    recall = Recall()
+    asked = replace(job(b"ab"), min_tokens=2)
+    recall.keep(asked, tokens(b"cd"), "stop")
+    assert recall.find(asked) == (tokens(b"cd"), "stop")
+    assert recall.find(replace(job(b"abc"), min_tokens=2)) is None
 
 
 def test_what_was_cut_off_is_gone_on_with() -> None:
@@ -78,3 +94,17 @@ def test_only_the_last_answers_are_kept() -> None:
         recall.keep(job(b"ab", seed=seed), tokens(b"c"), "stop")
     assert recall.find(job(b"abcd")) is None
     assert recall.find(job(b"ab", seed=100)) is not None
+
+
+def test_what_else_is_remembered_hardly_costs_anything() -> None:
+    """Answers at one gap, of 8,000 ids that differ in the last one: 64 are no more than 16 times one."""
+    asked = job(b"ab" * 4000)
+
+    def seconds(num_answers: int) -> float:
+        recall = Recall()
+        for num in range(num_answers):
+            recall.keep(job(b"ab" * 3999 + b"a", bytes([num])), tokens(bytes([num]) * 1000), "stop")
+        assert recall.find(asked) is None
+        return min(timeit.repeat(lambda: recall.find(asked), number=1, repeat=20))
+
+    assert seconds(64) < 16 * seconds(1)

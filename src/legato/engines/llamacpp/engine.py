@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from legato.errors import ConfigError, EngineUnavailable, GenerationFailed, Lega
 from legato.profiles import Profile, profile_from_metadata
 from legato.seam import Seam
 from legato.signals import blocked_in_children
-from legato.types import Capabilities, FinishReason, Job, Step, Token, Tokenizer
+from legato.types import Capabilities, Job, Step, Token, Tokenizer
 
 __all__ = ["LlamaCppEngine"]
 
@@ -51,7 +51,6 @@ class _Live:
     is_accepted: bool = False
     has_scores: bool = False
     num_deaths: int = 0
-    finish: FinishReason | None = None
 
     def remaining(self) -> Job:
         """Return the Job that continues from the tokens produced so far."""
@@ -122,20 +121,17 @@ class LlamaCppEngine:
             EngineUnavailable: the worker is gone and could not be started again.
             GenerationFailed: the worker died twice under this Job.
         """
+        async with aclosing(self._recall.steps(job, self._write)) as steps:
+            async for step in steps:
+                yield step
+
+    async def _write(self, job: Job) -> AsyncGenerator[Step, None]:
+        """Run a Job in the worker."""
         if self._failure is not None:
             raise self._failure
         live = _Live(job)
-        recalled = self._recall.find(job)
-        if recalled is not None:
-            live.is_accepted = True
-            yield Step(num_cached=len(job.prompt.ids))
-            tokens, finish = recalled
-            live.tokens.extend(tokens)
-            yield Step(tokens, finish=finish)
-            if finish is not None:
-                return
         self._live[job.id] = live
-        self._send(("submit", live.remaining()))
+        self._send(("submit", job))
         try:
             while True:
                 step = await live.steps.get()
@@ -145,7 +141,6 @@ class LlamaCppEngine:
                 if step.finish is not None:
                     return
         finally:
-            self._recall.keep(job, live.tokens, live.finish)
             if self._live.pop(job.id, None) is not None:
                 self._send(("cancel", job.id))
 
@@ -333,7 +328,6 @@ class LlamaCppEngine:
             live.has_scores = live.has_scores or bool(step.prompt)
             live.tokens.extend(step.tokens)
             live.steps.put_nowait(step)
-            live.finish = step.finish
             if step.finish is not None:
                 del self._live[job_id]
 
