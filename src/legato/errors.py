@@ -236,12 +236,13 @@ class Overloaded(CapacityError):
 
 
 class StoreUnavailable(CapacityError):
-    """The database does not answer."""
+    """The database does not answer. `reason` is what it says itself, for those who run the server."""
 
     code = "store_unavailable"
 
-    def __init__(self, message: str, *, retry_after_s: int = 5) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 5, reason: str = "") -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class JournalFull(CapacityError):

@@ -22,6 +22,7 @@ from legato.errors import InvalidField, UnsupportedFeature
 from legato.loops import Cycle
 from legato.models import Model
 from legato.prompting import render
+from legato.supervisor import beside, together
 from legato.text import Assembler, Channels, Piece, Utf8
 from legato.types import (
     Accepted,
@@ -273,12 +274,11 @@ async def _joined(choices: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenera
                 async for event in events:
                     queue.put_nowait(event)
             queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - handed over, and raised by the reader
+        except BaseException as error:  # noqa: BLE001 - handed over, and raised by the reader
             queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(forward(choice)) for choice in choices]
-    try:
-        left = len(tasks)
+    async with beside(together(*map(forward, choices))):
+        left = len(choices)
         while left:
             item = await queue.get()
             if item is None:
@@ -287,10 +287,6 @@ async def _joined(choices: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenera
                 raise item
             else:
                 yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until(

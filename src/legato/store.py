@@ -1,18 +1,20 @@
 """What outlives the process: keys, what they have spent of their limits, and usage. A database, for one server or many.
 
-It receives and returns values. Every method blocks, and may be called from any thread. It does not know HTTP, models
-or text. Times are seconds since 1970; days, months and minutes are those of UTC, written so that they sort.
+It receives and returns values. Every method blocks, for some seconds at most, and may be called from any thread: a
+server calls it in the store's own. It does not know HTTP, models or text. Times are seconds since 1970; days, months
+and minutes are those of UTC, written so that they sort.
 """
 
 from __future__ import annotations
 
 import calendar
 import hashlib
+import logging
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -34,8 +36,12 @@ from legato.errors import (
     StoreUnavailable,
 )
 from legato.permissions import make_folder, protect_file
+from legato.threads import Threads
 
 __all__ = ["ANYONE", "Charge", "Key", "Store", "UsageRow", "hash_key", "metadata", "store_url"]
+
+_log = logging.getLogger("legato.store")
+_log.addHandler(logging.NullHandler())  # A command that sets up no log tells its user the reason itself.
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Values
@@ -162,7 +168,13 @@ _usage = sa.Table(
 
 _LOCK = 0x1E6A70
 """PostgreSQL's number for "somebody is migrating"."""
-_BUSY_S = 10.0
+_START_S = 10.0
+"""So long a start waits for others to let it write."""
+_BUSY_S = 2.0
+"""So long a transaction waits for its turn: in line for a thread, then for others that write."""
+_CONNECT_S = 2
+_ANSWER_S = 3.0
+"""So long PostgreSQL may take to accept a connection, and to answer a statement."""
 
 
 def store_url(settings: Settings) -> str:
@@ -171,10 +183,18 @@ def store_url(settings: Settings) -> str:
 
 
 class Store:
-    """An open database, at its newest version."""
+    """An open database, at its newest version.
+
+    `reads` and `writes` are the threads in which a server calls its methods. Who reads does not wait for who writes.
+    """
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
+        self._troubles: dict[str, str] = {}
+        """Why reading or writing fails now."""
+        num_writers = 1 if self.file else 4  # SQLite lets one write at a time: more would only be in each other's way.
+        self.reads = Threads("read", 4, max_waiting=256, max_wait_s=_BUSY_S, busy=_busy)
+        self.writes = Threads("write", num_writers, max_waiting=256, max_wait_s=_BUSY_S, busy=_busy)
 
     @classmethod
     def open(cls, url: str) -> Store:
@@ -184,7 +204,7 @@ class Store:
             ConfigError: there is no such database, or it cannot be used.
         """
         try:
-            engine = _connect(sa.make_url(url))
+            starting, engine = (_connect(sa.make_url(url), is_starting=is_starting) for is_starting in (True, False))
         except (ArgumentError, NoSuchModuleError):
             raise ConfigError(
                 "`store.url` must be as `postgresql://user:password@host/name` or `sqlite:///file`"
@@ -194,15 +214,18 @@ class Store:
         try:
             if engine.name == "sqlite":
                 _protect(engine.url.database or "")
-            with engine.begin() as connection:
+            with starting.begin() as connection:
                 _migrate(connection)
         except (SQLAlchemyError, OSError) as error:
-            engine.dispose()
             raise ConfigError(f"the database `{engine.url!r}` cannot be used: {_reason(error)}") from None
+        finally:
+            starting.dispose()
         return cls(engine)
 
     def close(self) -> None:
         """Close all connections."""
+        self.reads.close()
+        self.writes.close()
         self._engine.dispose()
 
     @property
@@ -345,7 +368,7 @@ class Store:
         Raises:
             StoreUnavailable: the database does not answer.
         """
-        with _translated(), self._engine.connect().execution_options(reads=True) as connection:
+        with self._watched("read"), self._engine.connect().execution_options(reads=True) as connection:
             yield connection
 
     @contextmanager
@@ -355,8 +378,26 @@ class Store:
         Raises:
             StoreUnavailable: the database does not answer, or has no room.
         """
-        with _translated(), self._engine.begin() as connection:
+        with self._watched("written"), self._engine.begin() as connection:
             yield connection
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        """Say in our words that the database does not answer. What it says itself may name hosts and files, and goes
+        to the log, once for each trouble.
+        """
+        try:
+            yield
+        except IntegrityError:
+            raise
+        except SQLAlchemyError as error:
+            reason = _reason(error)
+            if self._troubles.get(what) != reason:
+                self._troubles[what] = reason
+                _log.error("the database cannot be %s: %s", what, reason)
+            raise StoreUnavailable(_AWAY, reason=reason) from error
+        if self._troubles.pop(what, None) is not None:
+            _log.warning("the database can be %s again", what)
 
 
 def _check_limits(key: Key, tokens: int, in_minute: tuple[int, int], in_month: int, now: float) -> None:
@@ -409,12 +450,13 @@ def _adding(dialect: str, table: sa.Table) -> Any:
     return insert.on_conflict_do_update(index_elements=list(table.primary_key), set_=counts)
 
 
-def _connect(url: sa.URL) -> sa.Engine:
+def _connect(url: sa.URL, *, is_starting: bool) -> sa.Engine:
+    """Return what opens connections. One that is starting may take its time."""
     if url.get_backend_name() == "postgresql":
-        return sa.create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+        return _connect_postgresql(url, is_starting=is_starting)
     if url.get_backend_name() != "sqlite":
         raise ArgumentError
-    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
+    engine = sa.create_engine(url, connect_args={"timeout": _START_S if is_starting else _BUSY_S})
 
     @sa.event.listens_for(engine, "connect")
     def configure(connection: Any, record: Any) -> None:
@@ -440,6 +482,53 @@ def _protect(database: str) -> None:
         protect_file(Path(database + beside))
 
 
+def _connect_postgresql(url: sa.URL, *, is_starting: bool) -> sa.Engine:
+    engine = sa.create_engine(
+        url.set(drivername="postgresql+psycopg"), pool_pre_ping=True, pool_size=8, pool_timeout=_BUSY_S
+    )
+
+    @sa.event.listens_for(engine, "do_connect")
+    def connect(dialect: Any, record: Any, arguments: Any, options: dict[str, Any]) -> Any:
+        options.setdefault("connect_timeout", _CONNECT_S)
+        if is_starting:
+            return None
+        return _timely_connection().connect(*arguments, **options)
+
+    @sa.event.listens_for(engine, "connect")
+    def configure(connection: Any, record: Any) -> None:
+        if not is_starting:
+            connection.execute(f"SET statement_timeout = {int(1000 * _ANSWER_S)}")
+            connection.commit()
+
+    return engine
+
+
+@cache
+def _timely_connection() -> Any:
+    """Return psycopg's connection, with an end to waiting for a server that has fallen silent."""
+    import psycopg
+
+    class Timely(psycopg.Connection[Any]):
+        def wait(self, gen: Generator[Any, Any, Any], *arguments: Any, **options: Any) -> Any:
+            return super().wait(self._within(gen), *arguments, **options)
+
+        def _within(self, waiting: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+            """Pass on what psycopg waits for. It comes back at least ten times a second, with 0 if nothing came."""
+            until = time.monotonic() + _ANSWER_S + 0.5  # The server's own limit comes first.
+            try:
+                wanted = next(waiting)
+                while True:
+                    came = yield wanted
+                    if not came and time.monotonic() > until:
+                        self.pgconn.finish()
+                        raise psycopg.OperationalError("the server does not answer")
+                    wanted = waiting.send(came)
+            except StopIteration as end:
+                return end.value
+
+    return Timely
+
+
 def _migrate(connection: sa.Connection) -> None:
     from alembic import command
     from alembic.config import Config
@@ -452,15 +541,11 @@ def _migrate(connection: sa.Connection) -> None:
     command.upgrade(config, "head")
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Say in our words that the database does not answer."""
-    try:
-        yield
-    except IntegrityError:
-        raise
-    except SQLAlchemyError as error:
-        raise StoreUnavailable(f"the database cannot be used: {_reason(error)}") from error
+_AWAY = "the server's database cannot be used now; try again in 5 s"
+
+
+def _busy() -> StoreUnavailable:
+    return StoreUnavailable(_AWAY, reason="too many wait for it")
 
 
 def _reason(error: Exception) -> str:

@@ -33,6 +33,7 @@ from legato.server.ledger import Ledger
 from legato.server.middleware import Gate, Guarded
 from legato.server.watch import Watch
 from legato.store import Store
+from legato.supervisor import Supervisor
 from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Job, Usage
 from tests.conformance.reading import (
     CHAT,
@@ -513,11 +514,12 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
     async def check(store: Store) -> None:
         engine = ScriptedEngine([b"a", Pause(0.01), b"b", Pause(0.01 if at is None else 30)])
         model = Model("m", engine, Admission(max_running=n))
-        gate = Gate(ServerSettings(), LimitSettings(), Access((), store))
+        supervisor = Supervisor()
+        gate = Gate(ServerSettings(), LimitSettings(), Access((), store, supervisor))
         dialect = BrokenDialect(at or 0)
         models = Models({"m": model}, {})
-        watch = Watch(models, store, traces_url="")
-        ledger = Ledger(store)
+        watch = Watch(models, store, supervisor, traces_url="")
+        ledger = Ledger(store, supervisor)
         generations = Generations(store, StoreSettings(), models, {}, ledger, watch)
         generation = Generation(COMPLETIONS, dialect, models, gate, ledger, watch, generations)
         app = Guarded(gate, watch, COMPLETIONS, dialect.encode_error, generation)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +32,7 @@ from legato.errors import (
     StoreUnavailable,
 )
 from legato.store import Key, Store, UsageRow, hash_key, store_url
+from tests.conftest import children
 from tests.postgresql import serve_postgresql
 
 NOW = 1_796_006_179.5
@@ -123,13 +128,73 @@ def test_where_the_database_is(tmp_path: Path) -> None:
     assert store_url(Settings(store=StoreSettings(url="postgresql://x/y"))) == "postgresql://x/y"
 
 
-def test_a_database_that_goes_away_is_said_in_words(tmp_path: Path) -> None:
+def test_a_database_that_goes_away_is_said_in_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And once; what it says itself is for those who run the server."""
     with closing(Store.open(f"sqlite:///{tmp_path}/legato.db")) as store:
-        store.close()
-        for file in tmp_path.iterdir():
-            file.unlink()
-        with pytest.raises(StoreUnavailable, match="the database cannot be used: no such table"):
-            store.keys()
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable) as caught, store.reading() as connection:
+                connection.execute(sa.text("SELECT 1 FROM somewhere"))
+            assert "somewhere" not in caught.value.message
+            assert caught.value.reason == "no such table: somewhere"
+        assert store.keys() == []
+    assert caplog.messages == [
+        "the database cannot be read: no such table: somewhere",
+        "the database can be read again",
+    ]
+
+
+def test_who_reads_does_not_wait_for_who_writes(tmp_path: Path) -> None:
+    file = tmp_path / "legato.db"
+    with closing(Store.open(f"sqlite:///{file}")) as store, closing(sqlite3.connect(file)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begun = time.monotonic()
+        assert not store.has_keys()
+        assert time.monotonic() - begun < 0.5
+        with pytest.raises(StoreUnavailable):
+            store.create_key(Key("ann"))
+        assert 1 < time.monotonic() - begun < 4
+        other.rollback()
+        store.create_key(Key("ann"))
+
+
+def test_a_database_that_falls_silent_is_given_up(postgresql: str) -> None:
+    """Its processes are stopped: connections are accepted, and nobody answers."""
+    with closing(Store.open(postgresql)) as store:
+        store.keys()
+        folder = Path(postgresql.partition("?host=")[2])
+        main = int((folder / "data" / "postmaster.pid").read_text().split()[0])
+        pids = [main, *children(main)]
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(StoreUnavailable):  # Over the connection that there is,
+                store.keys()
+            with pytest.raises(StoreUnavailable):  # and over a new one.
+                store.keys()
+            assert time.monotonic() - begun < 12
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        store.keys()
+
+
+def test_a_statement_that_takes_too_long_is_given_up(postgresql: str) -> None:
+    with closing(Store.open(postgresql)) as store:
+        begun = time.monotonic()
+        with pytest.raises(StoreUnavailable) as caught, store.reading() as connection:
+            connection.execute(sa.text("SELECT pg_sleep(60)"))
+        assert time.monotonic() - begun < 5
+        assert caught.value.reason == "canceling statement due to statement timeout"
+        store.keys()
+
+
+def test_an_address_where_nobody_answers_is_no_place_for_a_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match="timeout"):
+            Store.open(f"postgresql://legato@127.0.0.1:{silent.getsockname()[1]}/x")
+        assert time.monotonic() - begun < 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------

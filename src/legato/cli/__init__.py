@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from legato import __version__
-from legato.errors import ConfigError, LegatoError, RequestError
+from legato.errors import ConfigError, LegatoError, RequestError, StoreUnavailable
 from legato.logs import escape
 
 __all__ = ["group", "main"]
@@ -70,6 +70,9 @@ def main() -> None:
     except (ConfigError, RequestError) as error:
         _say(error.message)
         _leave(2)
+    except StoreUnavailable as error:
+        _say(f"the database cannot be used: {error.reason}")
+        _leave(1)
     except LegatoError as error:
         _say(error.message)
         _leave(1)

@@ -19,6 +19,7 @@ import click
 from legato.asking import DIALECTS, DialectName
 from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
 from legato.config import ServerSettings, Settings, read_key
+from legato.supervisor import beside
 
 if TYPE_CHECKING:
     from legato.client import AsyncClient
@@ -97,13 +98,13 @@ async def _served(settings: Settings) -> AsyncIterator[AsyncClient]:
         ):
             stop = asyncio.Event()
             app = create_app(models, store, server, settings.limits)
-            serving = asyncio.create_task(run_app(app, listener, settings.limits, stop=stop))
-            try:
-                url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-                async with AsyncClient(url, api_key=key, model=models.own[0].name) as client:
-                    yield client
-            finally:
-                stop.set()
-                await serving
+            async with beside(run_app(app, listener, settings.limits, stop=stop)) as serving:
+                try:
+                    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+                    async with AsyncClient(url, api_key=key, model=models.own[0].name) as client:
+                        yield client
+                finally:
+                    stop.set()
+                    await serving
     finally:
         await models.aclose()

@@ -1,7 +1,8 @@
 """Whose a key is: those of the configuration, and those of the store.
 
 It receives the bytes that a caller presents and returns a `Key`. What the store says is believed for a second, so a
-request seldom asks it, and a revoked key is wrong a second later everywhere. It knows no requests.
+request seldom asks it, and a revoked key is wrong a second later everywhere. While the store does not answer, what it
+said last is believed for a while, and nobody waits. It knows no requests.
 """
 
 from __future__ import annotations
@@ -9,27 +10,37 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from legato.errors import NotAuthenticated
+from legato.errors import NotAuthenticated, StoreUnavailable
 from legato.store import Key, Store, hash_key
+from legato.supervisor import Supervisor
 
 __all__ = ["Access"]
 
 _BELIEVED_S = 1.0
+_BELIEVED_AWAY_S = 900.0
+"""So long what the store said last is believed while it does not answer."""
+_PATIENCE_S = 0.25
+"""So long somebody waits for the store who could do with what it said last."""
 _MAX_KNOWN = 10_000
+
+_Fact = TypeVar("_Fact")
 
 
 class Access:
     """Knows all keys. `configured` are the hashes of those that are not in the store."""
 
-    def __init__(self, configured: Sequence[bytes], store: Store) -> None:
+    def __init__(self, configured: Sequence[bytes], store: Store, supervisor: Supervisor) -> None:
         self._configured = configured
         self._store = store
-        self._known: dict[bytes, tuple[float, Key]] = {}
-        """By hash: until when it is believed, and the key."""
-        self._is_open_until = 0.0
+        self._supervisor = supervisor
+        self._known: dict[bytes, _Question[Key | None]] = {}
+        """The questions for keys that there are, by hash."""
         self._has_keys = bool(configured)
+        self._whether_keys = _Question(lambda: store.has_keys(), store, supervisor)
+        self._whether_away = _Question(lambda: store.has_keys(), store, supervisor)
 
     async def is_open(self) -> bool:
         """Whether no key is asked for, because there never was one.
@@ -37,10 +48,13 @@ class Access:
         Raises:
             StoreUnavailable: who knows?
         """
-        if not self._has_keys and time.monotonic() > self._is_open_until:
-            self._has_keys = await asyncio.to_thread(self._store.has_keys)
-            self._is_open_until = time.monotonic() + _BELIEVED_S
+        if not self._has_keys:
+            self._has_keys = await self._whether_keys.answer()
         return not self._has_keys
+
+    async def is_answered(self) -> bool:
+        """Whether the store answers, and soon."""
+        return await self._whether_away.is_answered()
 
     async def find(self, presented: bytes) -> Key:
         """Return the key that was presented.
@@ -53,18 +67,83 @@ class Access:
         matches = [hmac.compare_digest(digest, known) for known in self._configured]  # All of them: no early end.
         if any(matches):
             return Key(f"sha256:{digest.hex()[:12]}")
-        until, key = self._known.get(digest, (0.0, None))
-        if time.monotonic() > until:
-            key = await asyncio.to_thread(self._store.find_key, digest)
-            self._known.pop(digest, None)
-            if key is not None:
-                if len(self._known) >= _MAX_KNOWN:
-                    self._known.clear()
-                self._known[digest] = (time.monotonic() + _BELIEVED_S, key)
+        question = self._known.get(digest)
+        if question is None:
+            question = _Question(lambda: self._store.find_key(digest), self._store, self._supervisor)
+        key = await question.answer()
         if key is None:
+            self._known.pop(digest, None)
             raise NotAuthenticated("Incorrect API key provided")
+        if digest not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[digest] = question
         if key.revoked_at is not None:
             raise NotAuthenticated(f"the key {key.prefix}... was revoked")
         if key.expires_at is not None and key.expires_at <= time.time():
             raise NotAuthenticated(f"the key {key.prefix}... has expired")
         return key
+
+
+class _Question(Generic[_Fact]):
+    """A question to the store, and what it said last. Asked once at a time, whoever wants to know."""
+
+    def __init__(self, call: Callable[[], _Fact], store: Store, supervisor: Supervisor) -> None:
+        self._call = call
+        self._store = store
+        self._supervisor = supervisor
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = -_BELIEVED_AWAY_S
+        self._fact: _Fact
+        self._said_at: float | None = None
+        """When what is known was asked for."""
+        self._error: Exception | None = None
+        """Why there was no answer the last time."""
+
+    async def answer(self) -> _Fact:
+        """Return what the store says now, or said not long ago.
+
+        Raises:
+            StoreUnavailable: it does not answer, and did not for long.
+        """
+        age_s = self._age_s()
+        if age_s > _BELIEVED_AWAY_S:
+            await asyncio.wait((self._ask(),))
+        elif age_s > _BELIEVED_S:
+            waited_s = time.monotonic() - self._asked_at
+            if self._asking is None and (self._error is None or waited_s > _BELIEVED_S):
+                await asyncio.wait((self._ask(),), timeout=_PATIENCE_S)
+            elif self._asking is not None and waited_s < _PATIENCE_S:
+                await asyncio.wait((self._asking,), timeout=_PATIENCE_S)
+        if self._age_s() > _BELIEVED_AWAY_S:
+            assert self._error is not None
+            raise self._error.with_traceback(None)
+        return self._fact
+
+    async def is_answered(self) -> bool:
+        """Whether the store answers now, and soon."""
+        asking = self._ask()
+        await asyncio.wait((asking,), timeout=_PATIENCE_S)
+        return asking.done() and self._error is None
+
+    def _age_s(self) -> float:
+        return float("inf") if self._said_at is None else time.monotonic() - self._said_at
+
+    def _ask(self) -> asyncio.Task[None]:
+        """Ask, or join those who have asked and wait."""
+        if self._asking is None:
+            self._asked_at = time.monotonic()
+            self._asking = self._supervisor.once("a question to the database", self._wait())
+        return self._asking
+
+    async def _wait(self) -> None:
+        try:
+            self._fact = await self._store.reads.run(self._call)
+            self._said_at, self._error = self._asked_at, None
+        except StoreUnavailable as error:
+            self._error = error
+        except BaseException as error:
+            self._error = error if isinstance(error, Exception) else StoreUnavailable("the server is shutting down")
+            raise
+        finally:
+            self._asking = None

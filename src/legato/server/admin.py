@@ -5,7 +5,6 @@ It receives bodies and returns what the store has. It generates nothing.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -60,7 +59,7 @@ def admin_routes(store: Store, gate: Gate) -> Mapping[str, Mapping[str, Endpoint
 
     async def list_keys(scope: Scope, receive: Receive, send: Send) -> None:
         check_admin(scope["key"])
-        keys = await asyncio.to_thread(store.keys)
+        keys = await store.reads.run(store.keys)
         await answer(send, {"object": "list", "data": [asdict(key) for key in keys]})
 
     async def create_key(scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,19 +69,19 @@ def admin_routes(store: Store, gate: Gate) -> Mapping[str, Mapping[str, Endpoint
             known = ", ".join(KeyBody.model_fields)
             raise InvalidField(f"`{name}` is nothing that a key has; known: {known}", param=name)
         key = Key(**{**body.model_dump(exclude=set(body.model_extra or {})), "models": tuple(body.models)})
-        secret = await asyncio.to_thread(store.create_key, key)
+        secret = await store.writes.run(store.create_key, key)
         await answer(send, {"name": key.name, "key": secret}, 201)
 
     async def revoke_key(scope: Scope, receive: Receive, send: Send) -> None:
         check_admin(scope["key"])
         name = scope["path_params"]["name"]
-        await asyncio.to_thread(store.revoke_key, name)
+        await store.writes.run(store.revoke_key, name)
         await answer(send, {"name": name, "revoked": True})
 
     async def rotate_key(scope: Scope, receive: Receive, send: Send) -> None:
         check_admin(scope["key"])
         name = scope["path_params"]["name"]
-        await answer(send, {"name": name, "key": await asyncio.to_thread(store.rotate_key, name)})
+        await answer(send, {"name": name, "key": await store.writes.run(store.rotate_key, name)})
 
     async def show_usage(scope: Scope, receive: Receive, send: Send) -> None:
         check_admin(scope["key"])
@@ -90,7 +89,7 @@ def admin_routes(store: Store, gate: Gate) -> Mapping[str, Mapping[str, Endpoint
         for name, value in days.items():
             if name not in ("since", "until") or not re.fullmatch(DAY, value):
                 raise InvalidField(f"`since` and `until` may be given, as YYYY-MM-DD, got `{name}={value}`", param=name)
-        rows = await asyncio.to_thread(lambda: store.usage(**days))
+        rows = await store.reads.run(lambda: store.usage(**days))
         await answer(send, {"object": "list", "data": [asdict(row) for row in rows]})
 
     return {

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -22,7 +21,7 @@ from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama
 from legato.dialects.base import Answerer, Dialect, Encoder
 from legato.dialects.bodies import CommonBody
 from legato.dialects.shapes import OPENAI
-from legato.errors import MethodNotAllowed, RouteNotFound, StoreUnavailable
+from legato.errors import MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, total_usage
 from legato.server.access import Access
@@ -36,6 +35,8 @@ from legato.server.queries import Query, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.server.watch import METRICS_TYPE, Watch
 from legato.store import ANYONE, Key, Store
+from legato.supervisor import Supervisor
+from legato.threads import ASIDE
 from legato.types import Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
@@ -50,9 +51,11 @@ def create_app(
     journals: StoreSettings = StoreSettings(),  # noqa: B008 - it is frozen
 ) -> ASGIApp:
     """Build the application over models that are already loaded, and a store that is open."""
-    gate = Gate(server, limits, Access(server.key_digests(), store))
-    ledger = Ledger(store)
-    watch = Watch(models, store, traces_url=server.traces_url)
+    supervisor = Supervisor()
+    access = Access(server.key_digests(), store, supervisor)
+    gate = Gate(server, limits, access)
+    ledger = Ledger(store, supervisor)
+    watch = Watch(models, store, supervisor, traces_url=server.traces_url)
     started = int(time.time())
 
     def route(method: str, path: str, endpoint: Endpoint, *, is_public: bool = False) -> Route:
@@ -97,16 +100,16 @@ def create_app(
             has_failed = has_failed or bool(engine.get("failed"))
             places = {"running": model.admission.num_running, "waiting": model.admission.num_waiting}
             counts[model.name] = {**places, "restarts": engine.get("restarts", 0)}
-        body = encode_json({"status": "failed" if has_failed else "ok", "models": counts})
+        down = sorted(supervisor.down())
+        status = "failed" if has_failed else "degraded" if down else "ok"
+        body = encode_json({"status": status, "models": counts, "down": down})
         await send_body(send, body, status=503 if has_failed else 200, headers={})
 
     async def ready(scope: Scope, receive: Receive, send: Send) -> None:
         """Whether requests would be answered; unlike `health`, also by what no new start of this process mends."""
         failed = [model.name for model in models.own if model.engine.counters().get("failed")]
-        try:
-            await asyncio.to_thread(store.has_keys)
-            status = "engine failed" if failed else "ready"
-        except StoreUnavailable:
+        status = "engine failed" if failed else "ready"
+        if not await access.is_answered():
             status = "store unavailable"
         body = encode_json({"status": status})
         await send_body(send, body, status=200 if status == "ready" else 503, headers={})
@@ -114,7 +117,7 @@ def create_app(
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["key"] != ANYONE:
             check_admin(scope["key"])
-        body = await asyncio.to_thread(watch.metrics)
+        body = await ASIDE.run(watch.metrics)
         await send_body(send, body, status=200, headers={}, kind=METRICS_TYPE)
 
     async def list_models(scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,8 +140,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         with watch.open():
-            async with ledger.kept(), generations.kept():
-                yield
+            try:
+                async with ledger.kept(), generations.kept():
+                    yield
+            finally:
+                await supervisor.aclose()
 
     return Router(
         [
@@ -270,8 +276,8 @@ class Generation:
         asked = self._dialect.parse(fields)
         request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
         model = self._models.only(key.models).resolve(request.model)
-        is_slow = request.constraint is not None
-        run = await run_aside(receive, len(body), lambda: plan(request, model), is_slow=is_slow)
+        is_constrained = request.constraint is not None
+        run = await run_aside(receive, len(body), lambda: plan(request, model), is_constrained=is_constrained)
         if run.request.resumable and run.jobs:
             live = await self._generations.start(key, self._path, fields, run)
             scope["notes"] |= {"model": model.name, "generation": live.record.id}

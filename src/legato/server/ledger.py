@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from legato.errors import StoreUnavailable
 from legato.pipeline import Run
 from legato.store import Charge, Key, Store, UsageRow
+from legato.supervisor import Supervisor
 from legato.types import Usage
 
 __all__ = ["Ledger"]
@@ -40,8 +41,9 @@ class _Account:
 class Ledger:
     """Keeps the books of one server."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, supervisor: Supervisor) -> None:
         self._store = store
+        self._supervisor = supervisor
         self._accounts: set[_Account] = set()
         self._rows: dict[tuple[str, str, str], UsageRow] = {}
         """What is to be written, by day, key and model."""
@@ -55,11 +57,7 @@ class Ledger:
             RateLimited, BudgetSpent, InvalidField: it may take more than the key has left; see `Store.charge`.
             StoreUnavailable: nobody knows what the key has left.
         """
-        charge = None
-        if key.is_limited:
-            prompts = sum(job.prompt.num_tokens for job in run.jobs[:: run.num_drawn])
-            most = prompts + sum(job.max_tokens for job in run.jobs)
-            charge = await asyncio.to_thread(self._store.charge, key, most)
+        charge = await self._charge(key, run) if key.is_limited else None
         account = _Account(key.name, run, charge)
         if run.written:  # Counted by the process that wrote them.
             num_prompt = run.jobs[0].prompt.num_tokens
@@ -73,14 +71,24 @@ class Ledger:
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
         """Write what is counted, from time to time and at the end."""
-        writing = asyncio.create_task(self._write_on())
+        writing = self._supervisor.start("usage", self._write_on)
         try:
             yield
         finally:
             writing.cancel()
-            with suppress(asyncio.CancelledError):
-                await writing
+            await asyncio.wait((writing,))
             await self._write()
+
+    async def _charge(self, key: Key, run: Run) -> Charge:
+        prompts = sum(job.prompt.num_tokens for job in run.jobs[:: run.num_drawn])
+        most = prompts + sum(job.max_tokens for job in run.jobs)
+        charges: list[Charge] = []
+        try:
+            await self._store.writes.run(lambda: charges.append(self._store.charge(key, most)))
+        except asyncio.CancelledError:
+            self._refunds += charges  # Nobody runs what was charged.
+            raise
+        return charges[0]
 
     async def _write_on(self) -> None:
         while True:
@@ -94,18 +102,22 @@ class Ledger:
             return
         rows, refunds = self._rows, self._refunds
         self._rows, self._refunds = {}, []
-        writing = asyncio.ensure_future(asyncio.to_thread(self._store.record, rows.values(), refunds))
+        is_written = False
+
+        def write() -> None:
+            nonlocal is_written
+            self._store.record(rows.values(), refunds)
+            is_written = True
+
         try:
-            # A thread cannot be called back: who cancels this waits, or the same would be written again.
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await writing
-            raise
+            await self._store.writes.run(write)
         except StoreUnavailable as error:
             _log.error("usage is kept until the database answers: %s", error.message)
-            for row in rows.values():
-                self._add(row)
-            self._refunds += refunds
+        finally:
+            if not is_written:
+                for row in rows.values():
+                    self._add(row)
+                self._refunds += refunds
 
     def _count(self, account: _Account) -> None:
         """Take what is new of an account into the books, and close it if it is over."""

@@ -255,8 +255,9 @@ class Counts(_Object):
 
 
 class Health(_Object):
-    status: Literal["ok", "failed"]
+    status: Literal["ok", "degraded", "failed"]
     models: dict[str, Counts]
+    down: list[str]
 
 
 class Readiness(_Object):

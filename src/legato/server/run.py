@@ -22,6 +22,8 @@ from legato.models import Models, load_models
 from legato.server.connection import connections
 from legato.signals import ENDING
 from legato.store import Store
+from legato.supervisor import beside
+from legato.threads import ASIDE
 
 __all__ = ["listen", "load", "run_app", "serve"]
 
@@ -35,9 +37,9 @@ async def load(settings: Settings) -> tuple[Models, Callable[..., ASGIApp]]:
     Raises:
         ConfigError: a model cannot be loaded.
     """
-    importing = asyncio.to_thread(import_module, "legato.server.app")
-    models, app = await asyncio.gather(load_models(settings), importing)
-    return models, app.create_app
+    async with beside(load_models(settings)) as loading:
+        app = await ASIDE.run(import_module, "legato.server.app")
+        return await loading, app.create_app
 
 
 async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None]) -> None:
@@ -52,13 +54,10 @@ async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # As `nohup` has it.
             loop.add_signal_handler(number, stop.set)
     with listen(settings.server) as listener:
-        loading = asyncio.create_task(load(settings))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-            return
+        async with beside(load(settings)) as loading, beside(stop.wait()) as stopped:
+            await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return
         models, create_app = loading.result()
         try:
             host, port = listener.getsockname()[:2]
@@ -102,12 +101,10 @@ async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, 
         timeout_graceful_shutdown=limits.grace_s,
     )
     server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    server.should_exit = True
-    await serving
+    async with beside(server.serve(sockets=[listener])) as serving, beside(stop.wait()) as stopping:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
 
 
 class _Server(uvicorn.Server):

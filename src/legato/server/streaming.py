@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Send
 
 from legato.errors import LegatoError
+from legato.supervisor import beside
+from legato.threads import CONSTRAINTS, PLANS
 
 __all__ = ["ClientGone", "run_aside", "send_body", "send_stream", "while_connected"]
 
@@ -45,26 +47,28 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
         is_gone = True
         task.cancel()
 
-    watching = asyncio.create_task(watch())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if is_gone and not task.uncancel():
-            raise ClientGone from None
-        raise
-    finally:
-        watching.cancel()
+    async with beside(watch()):
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if is_gone and not task.uncancel():
+                raise ClientGone from None
+            raise
 
 
-async def run_aside(receive: Receive, num_bytes: int, work: Callable[[], _Result], *, is_slow: bool = False) -> _Result:
-    """Run `work`, in a thread if it is slow, or over a large body.
+async def run_aside(
+    receive: Receive, num_bytes: int, work: Callable[[], _Result], *, is_constrained: bool = False
+) -> _Result:
+    """Run `work`, in a thread if it tries a constraint, or over a large body.
 
     Raises:
         ClientGone: the client went away meanwhile.
+        Overloaded: too much of its kind is waiting.
     """
-    if num_bytes <= _ASIDE_BYTES and not is_slow:
+    if num_bytes <= _ASIDE_BYTES and not is_constrained:
         return work()
-    return await while_connected(receive, asyncio.to_thread(work))
+    threads = CONSTRAINTS if is_constrained else PLANS
+    return await while_connected(receive, threads.run(work))
 
 
 async def send_stream(
@@ -101,18 +105,16 @@ async def send_stream(
             else:
                 await asyncio.sleep(KEEP_ALIVE_S - silent_s)
 
-    filling = asyncio.create_task(fill_silence())
-    try:
-        async with aclosing(frames):
-            async for frame in frames:
+    async with beside(fill_silence()):
+        try:
+            async with aclosing(frames):
+                async for frame in frames:
+                    await write(frame)
+        except LegatoError as error:
+            if not has_begun:
+                raise
+            for frame in failure(error):
                 await write(frame)
-    except LegatoError as error:
-        if not has_begun:
-            raise
-        for frame in failure(error):
-            await write(frame)
-    finally:
-        filling.cancel()
     if not has_begun:
         await write(b"")
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -21,6 +21,7 @@ from legato.errors import ConfigError
 from legato.models import Models
 from legato.pipeline import Event, Run
 from legato.store import Store
+from legato.supervisor import Supervisor
 from legato.types import Finished
 
 __all__ = ["METRICS_TYPE", "Notes", "Watch"]
@@ -45,9 +46,9 @@ class Watch:
         ConfigError: traces are wanted, and what sends them is not installed.
     """
 
-    def __init__(self, models: Models, store: Store, *, traces_url: str) -> None:
+    def __init__(self, models: Models, store: Store, supervisor: Supervisor, *, traces_url: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_State(models, store))
+        self._registry.register(_State(models, store, supervisor))
         self._span, self._close = _spans(traces_url) if traces_url else (_no_span, _nothing)
 
         def counter(name: str, words: str, *labels: str) -> Counter:
@@ -121,12 +122,13 @@ class Watch:
 class _State(Collector):
     """What is not counted, but looked up when somebody asks."""
 
-    def __init__(self, models: Models, store: Store) -> None:
+    def __init__(self, models: Models, store: Store, supervisor: Supervisor) -> None:
         self._models = models
         self._store = store
+        self._supervisor = supervisor
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the state of each model, and of the disk."""
+        """Yield the state of each model, of what runs beside requests, and of the disk."""
         running = GaugeMetricFamily("legato_running", "Choices that are worked on.", labels=["model"])
         waiting = GaugeMetricFamily("legato_waiting", "Choices that wait for a place.", labels=["model"])
         restarts = CounterMetricFamily("legato_engine_restarts", "Starts after a crash.", labels=["model"])
@@ -134,7 +136,17 @@ class _State(Collector):
             running.add_metric([model.name], model.admission.num_running)
             waiting.add_metric([model.name], model.admission.num_waiting)
             restarts.add_metric([model.name], model.engine.counters().get("restarts", 0))
-        yield from (running, waiting, restarts)
+        down = GaugeMetricFamily(
+            "legato_task_down", "Whether it should run beside requests and does not.", labels=["task"]
+        )
+        again = CounterMetricFamily(
+            "legato_task_restarts", "Starts after an end that nobody asked for.", labels=["task"]
+        )
+        now = self._supervisor.down()
+        for task, num in self._supervisor.restarts().items():
+            down.add_metric([task], int(task in now))
+            again.add_metric([task], num)
+        yield from (running, waiting, restarts, down, again)
         if self._store.file is not None:
             disk = os.statvfs(self._store.file.parent)
             free = GaugeMetricFamily("legato_disk_free_bytes", "Bytes free where the database is.")

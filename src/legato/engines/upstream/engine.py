@@ -37,6 +37,7 @@ from legato.engines.upstream.replicas import Replicas
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
 from legato.seam import Inner, Seam
+from legato.supervisor import together
 from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token
 from legato.wire import EventReader, encode_json
 
@@ -246,7 +247,7 @@ class UpstreamEngine:
         inners = self.seam.inners(prompt.ids, prompt.floor, prompt.heal, spelling)
         inners.sort(key=lambda inner: len(inner.ids) + len(inner.rest))
         cover = self._scored_cover if self._has_plugin else self._cover
-        scored = await asyncio.gather(*(cover(job, inner) for inner in inners[:_MAX_INNER]))
+        scored = await together(*(cover(job, inner) for inner in inners[:_MAX_INNER]))
         found = [entry for entry in scored if entry is not None]
         if not found:
             return [Token(id, self.tokenizer.pieces[id]) for id in spelling]
