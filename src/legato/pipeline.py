@@ -342,7 +342,6 @@ def plan(request: CompletionRequest, model: Model) -> Run:
             "`echo` with `logprobs` scores a plain prompt; it cannot be used with `suffix` or `instructions`",
             param="echo",
         )
-    _ending(request.source)
     prompts = render(request, engine.profile, engine.tokenizer, engine.seam)
     reference = tuple(engine.tokenizer.encode(request.prediction.encode(), special=False))
     seed = request.sampling.seed if request.sampling.seed is not None else _seed(request, prompts)

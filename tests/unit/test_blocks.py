@@ -29,6 +29,12 @@ BLOCKS = [
     ("c", "int f(int x) {\n  ", "\n", f"{C}\n}}", "\n\nint g() {"),
     ("c", "int f(", "\n", f"int x) {{\n  {C}\n}}", "\n\nint g() {"),
     ("c", "int ", "", "a = 1;", "\nint b;\n"),
+    ("c", "int ", "", "f(int a) { // x;\n  return g(1,\n a); }", "  \n\nint b;\n"),
+    ("c", "char *", "", 'a = ";\\\n;";', "\nint b;"),
+    ("c", "#define M(x) do { \\\n  ", "", "f(x); \\\n}", " while (0)\nint b;"),
+    ("c", "#define M(x) if (x) { \\\n  ", "", "f(x);", "\nint b;"),
+    ("c", "int f() {\n#define M(x) if (x) {\n  ", "", "f(x);\n}", "\nint b;"),
+    ("javascript", "const s = ", "", "`a;\n${b};\n`;", "\nf();\n"),
     ("javascript", "const f = (a) => {\n  return `x ${", "\n", "a}`;\n}", ";\nf()\n"),
     *((language, "f() {\n", "\n}\n", "a();", "\n}\nb();") for language in ("go", "java", "rust", "typescript", "cpp")),
 ]
@@ -49,9 +55,11 @@ def test_what_is_over_stays_over() -> None:
     assert ending.feed("c()") + ending.flush() == ""
 
 
-def test_every_language_has_its_grammar() -> None:
+def test_much_before_the_gap_is_begun_where_no_string_goes_on() -> None:
+    before = '"""It\'s long.\n\n' + "word (\n" * 6000 + '"""\n\n\ndef f():\n    '
+    assert run(block("python", before, ""), "return 1\n\n\ndef g():\n", 1) == "return 1"
     for language in LANGUAGES:
-        assert not block(language, "", "").is_over
+        assert not block(language, before, "").is_over
 
 
 @pytest.mark.parametrize("size", [1, 100])
