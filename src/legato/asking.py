@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 from legato.errors import LegatoError, UnsupportedFeature
@@ -205,12 +205,23 @@ class Asked:
 class State:
     """What has been written so far."""
 
-    text: str = ""
-    reasoning: str = ""
+    texts: list[str] = field(default_factory=list)
+    """Piece by piece."""
+    thoughts: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     num_tokens: int = 0
     num_rounds: int = 0
     ignored: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """The thinking before it."""
+        return "".join(self.thoughts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,14 +422,14 @@ def _round(asked: Asked, state: State, send: Send) -> Flow:
     if head.status != 200:
         raise _refusal(head, (yield from _rest()))
     state.ignored = tuple(name.strip() for name in head.headers.get("legato-ignored", "").split(",") if name.strip())
-    if not (state.text or asked.dialect.takes_thinking):
-        state.reasoning = ""  # It thinks anew.
+    if not (state.texts or asked.dialect.takes_thinking):
+        state.thoughts.clear()  # It thinks anew.
     told = 0
     replay = _Replay(_shown(asked, asked.prefix + state.text) if _is_replayed(asked) else "")
     reader = EventReader()
     counted: int | None = None
     while data := (yield Read()):
-        for event in reader.feed(data):
+        for event in _events(reader, data):
             if event.startswith(b"[DONE]"):  # Some send comments behind it, and never end.
                 return _count(state, counted, told)
             value = _parse(event)
@@ -426,7 +437,8 @@ def _round(asked: Asked, state: State, send: Send) -> Flow:
             counted = _counted(value, choice, counted)
             piece = choice.get("delta") or choice.get("message") or choice
             thought = piece.get("reasoning_content") or piece.get("reasoning") or ""
-            state.reasoning += thought
+            if thought:
+                state.thoughts.append(thought)
             text = replay.feed(piece.get("content") or piece.get("text") or "")
             told += bool(text or thought)
             state.num_tokens += bool(text or thought)
@@ -434,7 +446,7 @@ def _round(asked: Asked, state: State, send: Send) -> Flow:
             if state.finish_reason:
                 text += replay.flush()
             if text:
-                state.text += text
+                state.texts.append(text)
                 yield text
     return _count(state, counted, told)
 
@@ -447,11 +459,18 @@ def _count(state: State, counted: int | None, told: int) -> None:
         state.num_tokens += counted - told
 
 
+def _events(reader: EventReader, data: bytes) -> list[bytes]:
+    try:
+        return reader.feed(data)
+    except ValueError as error:
+        raise StreamInterrupted(f"the stream cannot be read: {error}") from None
+
+
 def _rest() -> Generator[Read, bytes, bytes]:
-    body = b""
+    pieces = []
     while data := (yield Read()):
-        body += data
-    return body
+        pieces.append(data)
+    return b"".join(pieces)
 
 
 def _is_replayed(asked: Asked) -> bool:
@@ -462,23 +481,24 @@ class _Replay:
     """Leaves out the prefix where an answer begins with it. One that begins otherwise is passed on as it is."""
 
     def __init__(self, prefix: str) -> None:
-        self._left = prefix
-        self._held = ""
+        self._prefix = prefix
+        self._num_held = 0
+        """Characters of it that have come, and were not passed on."""
 
     def feed(self, text: str) -> str:
-        if not self._left:
+        if not self._prefix:
             return text
-        self._held += text
-        if self._left.startswith(self._held):
+        if self._prefix.startswith(text, self._num_held):
+            self._num_held += len(text)
             return ""
-        rest = self._held.removeprefix(self._left)
-        self._left = self._held = ""
+        rest = (self._prefix[: self._num_held] + text).removeprefix(self._prefix)
+        self._prefix, self._num_held = "", 0
         return rest
 
     def flush(self) -> str:
-        held, whole = self._held, self._left
-        self._left = self._held = ""
-        return "" if held == whole else held
+        held = self._prefix[: self._num_held] if self._num_held < len(self._prefix) else ""
+        self._prefix, self._num_held = "", 0
+        return held
 
 
 def _parse(event: bytes) -> dict[str, Any]:

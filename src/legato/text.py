@@ -211,8 +211,8 @@ class Overlap:
         self._head = _head(suffix)
         self._is_told = _num_told(self._head) >= _MIN_OVERLAP
         self._word = re.match(r"\w*", suffix)[0]  # type: ignore[index]  # It always matches.
-        self._text = ""
-        """All that was released."""
+        self._released: list[str] = []
+        """All of it, piece by piece."""
         self._held = ""
         self.is_over = False
         """Whether the suffix was about to be repeated; nothing fed after it has an effect."""
@@ -229,7 +229,7 @@ class Overlap:
         cut = at if self.is_over else len(self._held) - next(self._overlaps(self._held))
         released = self._held[:cut]
         self._held = "" if self.is_over else self._held[cut:]
-        self._text += released
+        self._released.append(released)
         return released
 
     def flush(self, *, is_cut: bool) -> str:
@@ -252,7 +252,7 @@ class Overlap:
             return True
         if is_cut or not overlap.strip():
             return False
-        return overlap == self._word or _closes(self._text + before, overlap)
+        return overlap == self._word or _closes("".join((*self._released, before)), overlap)
 
 
 def _head(suffix: str) -> str:

@@ -19,6 +19,7 @@ __all__ = [
     "EVENTS",
     "KEEP_ALIVE",
     "LINES",
+    "MAX_EVENT_BYTES",
     "EventReader",
     "encode_event",
     "encode_json",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 MAX_DEPTH = 64
+MAX_EVENT_BYTES = 2**26
+"""Of an event that is read: more than any body that is taken can become."""
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 KEEP_ALIVE = {EVENTS: b": keep-alive\n\n", LINES: b" "}
@@ -89,20 +92,36 @@ class EventReader:
     blank line has ended is not there yet.
     """
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._line: list[bytes] = []
+        """The parts of the line that has not ended."""
         self._data: list[bytes] = []
+        self._num_bytes = 0
+        """Read since the last blank line."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that `data` completes; comments and other fields are skipped."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        """Return the data of the events that `data` completes; comments and other fields are skipped.
+
+        Raises:
+            ValueError: an event does not end within `max_bytes`.
+        """
+        first, *rest = data.split(b"\n")
+        self._line.append(first)
+        self._num_bytes += len(data)
         events = []
-        for line in (line.removesuffix(b"\r") for line in lines):
+        for part in rest:
+            line = b"".join(self._line).removesuffix(b"\r")
+            self._line = [part]
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
+            elif not line:
+                self._num_bytes = len(part)
+                if self._data:
+                    events.append(b"\n".join(self._data))
+                    self._data = []
+        if self._num_bytes > self._max_bytes:
+            raise ValueError(f"an event has more than {self._max_bytes} bytes")
         return events
 
 

@@ -470,6 +470,29 @@ def test_three_hundred_silent_streams_cost_little_and_leave_nothing(monkeypatch:
 # A bug of ours
 
 
+def test_a_large_body_does_not_hold_up_the_others() -> None:
+    """It is read in a thread: what is left on the event loop are single calls of it, which are no half of the whole."""
+
+    async def longest_gap(stop: threading.Event) -> float:
+        clock = asyncio.get_running_loop().time
+        longest, last = 0.0, clock()
+        while not stop.is_set():
+            await asyncio.sleep(0.002)
+            now = clock()
+            longest, last = max(longest, now - last), now
+        return longest
+
+    with serve_script([b"x"]) as served:
+        body = {"model": "m", "prompt": [97] * 1_000_000}
+        stop = threading.Event()
+        gap = asyncio.run_coroutine_threadsafe(longest_gap(stop), served.loop)
+        begun = time.monotonic()
+        check_error(served.post(COMPLETIONS, body), 400, "prompt")
+        took = time.monotonic() - begun
+        stop.set()
+        assert gap.result(10) < took / 2
+
+
 class Broken:
     """An encoder that fails at an event."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import timeit
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.blocks import LANGUAGES, Ending, Indent, Line, block
+from tests.scaling import growth
 
 WORDS = [
     "x", " ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\f", "\n    ", "{", "}", "(", ")", "};", ";", ";\n", "}\n",
@@ -64,14 +64,9 @@ LONG = {
 @pytest.mark.parametrize("text", LONG)
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_four_times_the_text_takes_four_times_as_long(kind: str, text: str) -> None:
-    def seconds(num: int) -> float:
-        pieces = (LONG[text] * num)[:num]
+    def feed(num: int) -> None:
+        ending = ENDINGS[kind]("f(x) {\n    ", "\n")
+        for piece in (LONG[text] * num)[:num]:
+            ending.feed(piece)
 
-        def feed() -> None:
-            ending = ENDINGS[kind]("f(x) {\n    ", "\n")
-            for piece in pieces:
-                ending.feed(piece)
-
-        return min(timeit.repeat(feed, number=1, repeat=3))
-
-    assert seconds(4000) < 10 * seconds(1000)
+    assert growth(feed, 1000) < 10

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legato.blocks import Indent
 from legato.errors import GenerationFailed
 from legato.text import Assembler, Channels, Heal, Piece, Stop, Utf8
 from legato.types import TextToken, Token
+from tests.scaling import growth
 
 MIXED = st.text(alphabet="ab日本語한글🦊é\u200d\r\n <|", max_size=40)
 
@@ -288,3 +290,34 @@ def test_c091_an_infill_never_ends_with_three_characters_of_the_suffix(text: str
 def test_an_answer_that_was_cut_keeps_what_may_be_no_repetition() -> None:
     assert told([b"f(x", b")"], is_cut=True, suffix=")\n")[1] == "f(x)"
     assert told([b"a, ret"], is_cut=True, suffix="return x\n")[1] == "a, "
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How much it costs
+
+
+LONG = {
+    "words": [b" word", b" and", b" more", b".\n"],
+    "an opening that never comes to an end": [b"</thin", b"<thin"],
+    "a beginning of a stop, again and again": [b"STO"],
+    "a beginning of the suffix, again and again": [b"\n    retur"],
+    "half of a character": [b"\xc3"],
+    "nothing but blanks": [b"\n", b"    "],
+}
+
+
+@pytest.mark.parametrize("text", LONG)
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_four_times_the_text_takes_four_times_as_long(text: str, is_opened: bool) -> None:
+    def feed(num: int) -> None:
+        assembler = Assembler(
+            channels=Channels(b"<think>", b"</think>", is_opened=is_opened),
+            stops=["STOP", "S" * 256],
+            ending=Indent(0),
+            suffix="\n    return 1\n",
+        )
+        for data in (LONG[text] * num)[:num]:
+            assembler.feed(Token(0, data))
+        assembler.flush()
+
+    assert growth(feed, 1000) < 10

@@ -8,6 +8,7 @@ from legato.engines.llamacpp.thinking import Budget
 from legato.engines.scripted import ByteTokenizer
 from legato.seam import Seam
 from legato.types import Job, Prompt, Sampling, Thinking
+from tests.scaling import growth
 
 TOKENIZER = ByteTokenizer()
 SEAM = Seam(TOKENIZER)
@@ -58,6 +59,18 @@ def test_once_it_is_over_nothing_is_looked_at_again() -> None:
     assert not budget.is_over
     assert budget.forced(list(b"[a]<think>a</think>b")) is None
     assert budget.is_over
+
+
+def test_thinking_costs_as_much_as_it_is_long() -> None:
+    def think(num: int) -> None:
+        budget = Budget(job(b"[a]", max_tokens=num), TOKENIZER.pieces, SEAM)
+        tokens = list(b"[a]<think>")
+        while not budget.is_over:
+            token = budget.forced(tokens)
+            tokens.append(ord("x") if token is None else token)
+        assert num < len(tokens) < num + 30
+
+    assert growth(think, 1000) < 10
 
 
 def test_a_job_with_thinking_comes_back_from_json() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from legato.errors import MalformedBody
 from legato.wire import DONE, EVENTS, KEEP_ALIVE, EventReader, encode_event, encode_json, parse_body
+from tests.scaling import growth
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
@@ -135,6 +136,20 @@ def test_events_are_read_however_they_are_cut(values: list[Any], cuts: list[int]
         read += reader.feed(stream[at:cut])
         at = max(at, cut)
     assert [event.decode() for event in read] == texts
+
+
+def test_a_line_without_an_end_costs_what_it_is_long_and_is_given_up() -> None:
+    def feed(num: int) -> None:
+        reader = EventReader()
+        for _ in range(num):
+            assert reader.feed(b"x" * 4096) == []
+
+    assert growth(feed, 1000) < 10
+    for line in (b"x", b"data: x\n"):
+        reader = EventReader(max_bytes=64)
+        assert reader.feed(b"data: 1\n\n" * 100) == [b"1"] * 100
+        with pytest.raises(ValueError, match="more than 64 bytes"):
+            reader.feed(line * 65)
 
 
 def test_an_unfinished_event_is_none() -> None:

@@ -37,7 +37,7 @@ from legato.server.watch import METRICS_TYPE, Watch
 from legato.store import ANYONE, Key, Store
 from legato.supervisor import Supervisor
 from legato.threads import ASIDE
-from legato.types import Finished, Usage
+from legato.types import CompletionRequest, Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 
 __all__ = ["create_app"]
@@ -272,8 +272,12 @@ class Generation:
         """Parse, plan, run and answer."""
         key: Key = scope["key"]
         body = await self._gate.read_body(scope, receive)
-        fields = parse_body(body)
-        asked = self._dialect.parse(fields)
+
+        def read() -> tuple[dict[str, Any], CompletionRequest]:
+            fields = parse_body(body)
+            return fields, self._dialect.parse(fields)
+
+        fields, asked = await run_aside(receive, len(body), read)
         request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
         model = self._models.only(key.models).resolve(request.model)
         is_constrained = request.constraint is not None

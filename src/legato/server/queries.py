@@ -40,8 +40,13 @@ class Query:
         """Parse and answer."""
         data = await self._gate.read_body(scope, receive) if scope["method"] == "POST" else b"{}"
         served = ServedModels(self._models.only(scope["key"].models), self._started)
-        reply = await run_aside(receive, len(data), lambda: self._answer(parse_body(data), served))
-        await send_body(send, encode_json(reply.value), status=200, headers=_ignored_header(reply.ignored))
+
+        def work() -> tuple[bytes, Sequence[str]]:
+            reply = self._answer(parse_body(data), served)
+            return encode_json(reply.value), reply.ignored
+
+        body, ignored = await run_aside(receive, len(data), work)
+        await send_body(send, body, status=200, headers=_ignored_header(ignored))
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ __all__ = ["ClientGone", "run_aside", "send_body", "send_stream", "while_connect
 
 KEEP_ALIVE_S = 10.0
 _ASIDE_BYTES = 32 * 1024
-"""A body larger than this is tokenised off the event loop."""
+"""A body larger than this is parsed and tokenised off the event loop."""
 
 _Result = TypeVar("_Result")
 
