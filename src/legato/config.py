@@ -103,8 +103,14 @@ class LimitSettings:
     """Bounds on what one request, and all together, may take."""
 
     max_body_bytes: int = _number(8 * 1024 * 1024, least=1)
+    head_timeout_s: float = _number(10.0, least=0.001)
+    """Seconds within which a request's headers must arrive."""
     body_timeout_s: float = _number(30.0, least=0.001)
     write_timeout_s: float = _number(60.0, least=0.001)
+    idle_timeout_s: float = _number(75.0, least=0.001)
+    """Seconds that a connection is kept for another request."""
+    max_connections: int = _number(0, least=0)
+    """Most connections at a time; 0: as many as open files allow (`ulimit -n`, less a quarter), at most 4096."""
     max_running: int = _number(64, least=1)
     max_waiting: int = _number(256, least=1)
     max_wait_s: float = _number(60.0, least=0.001)

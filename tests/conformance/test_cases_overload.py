@@ -30,7 +30,7 @@ from legato.server.access import Access
 from legato.server.app import Generation
 from legato.server.generations import Generations
 from legato.server.ledger import Ledger
-from legato.server.middleware import Gate, Guarded
+from legato.server.middleware import Gate, Guarded, Watched
 from legato.server.watch import Watch
 from legato.store import Store
 from legato.supervisor import Supervisor
@@ -545,7 +545,7 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         ledger = Ledger(store, supervisor)
         generations = Generations(store, StoreSettings(), models, {}, ledger, watch)
         generation = Generation(COMPLETIONS, dialect, models, gate, ledger, watch, generations)
-        app = Guarded(gate, watch, COMPLETIONS, dialect.encode_error, generation)
+        app = Watched(Guarded(gate, COMPLETIONS, dialect.encode_error, generation), watch)
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()
         requests: asyncio.Queue[Any] = asyncio.Queue()
         requests.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -554,7 +554,8 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"host", b"localhost")]}
+        scope: Any = {"type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode()}
+        scope |= {"headers": [(b"host", b"localhost")], "extensions": {}}
         await app(scope, requests.get, send)
         assert sent[0]["status"] == (200 if at == 2 else 500)
         assert bool(sent[-1].get("more_body")) == (at == 2), "a stream that has begun does not end as if it were whole"

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, StoreSettings
 from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
@@ -29,7 +29,7 @@ from legato.server.admin import admin_routes, check_admin
 from legato.server.generations import Generations, facts
 from legato.server.handles import handle_routes, send_live
 from legato.server.ledger import Ledger
-from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply
+from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply, Watched
 from legato.server.openapi import REPORT_HEADERS, describe
 from legato.server.queries import Query, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
@@ -49,7 +49,7 @@ def create_app(
     server: ServerSettings,
     limits: LimitSettings,
     journals: StoreSettings = StoreSettings(),  # noqa: B008 - it is frozen
-) -> ASGIApp:
+) -> Router:
     """Build the application over models that are already loaded, and a store that is open."""
     supervisor = Supervisor()
     access = Access(server.key_digests(), store, supervisor)
@@ -66,7 +66,7 @@ def create_app(
             await endpoints["GET" if scope["method"] == "HEAD" else scope["method"]](scope, receive, send)
 
         checks = {"is_public": is_public, "takes_x_api_key": path in _LLAMACPP}
-        return _Route(path, Guarded(gate, watch, path, _reply(path), endpoint, **checks), [*endpoints])
+        return _Route(path, Guarded(gate, path, _reply(path), endpoint, **checks), [*endpoints])
 
     dialects: dict[str, Dialect] = {
         "/v1/completions": openai.CompletionsDialect(),
@@ -168,7 +168,7 @@ def create_app(
         redirect_slashes=False,
         default=not_found,
         lifespan=lifespan,
-        middleware=_cross_origin(server.cors_origins),
+        middleware=[Middleware(Watched, watch), *_cross_origin(server.cors_origins)],
     )
 
 
@@ -185,6 +185,7 @@ class _Route(Route):
         if scope["method"] in self.methods:
             await self.app(scope, receive, send)
             return
+        scope["notes"]["route"] = self.path
         allowed = ", ".join(self.methods)
         error = MethodNotAllowed(f"`{scope['path']}` takes {allowed}, got {scope['method']}")
         await PathError(error, _reply(scope["path"]), {"allow": allowed})(scope, receive, send)

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from legato.config import LimitSettings, ServerSettings, is_loopback
 from legato.errors import (
@@ -27,11 +27,12 @@ from legato.errors import (
     UnsupportedMediaType,
 )
 from legato.server.access import Access
+from legato.server.exchange import REFUSAL, Refusal
 from legato.server.streaming import ClientGone, send_body
 from legato.server.watch import Watch
 from legato.store import ANYONE, Key
 
-__all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "header"]
+__all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "Watched", "header"]
 
 _log = logging.getLogger("legato.server")
 
@@ -65,9 +66,10 @@ class Gate:
         Raises:
             HostNotAllowed: it is not.
         """
-        if not self._hosts:
+        given = header(scope, b"host")
+        if not self._hosts or given is None:  # Only HTTP/1.0 comes without, and no page's browser speaks it.
             return
-        value = (header(scope, b"host") or b"").lower()
+        value = given.lower()
         name = value[: value.index(b"]") + 1] if value.startswith(b"[") and b"]" in value else value.split(b":")[0]
         if name not in self._hosts:
             shown = name.decode("latin-1")
@@ -132,6 +134,45 @@ class Gate:
         return bytes(data)
 
 
+class Watched:
+    """An ASGI application with an eye on every request: each has an id, a line in the log and a count.
+
+    What the application puts into `scope["notes"]` is logged too: `route`, if there is one, and what it took. A request
+    that the connection refused is answered here.
+    """
+
+    def __init__(self, app: ASGIApp, watch: Watch) -> None:
+        self._app = app
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        with self._watch.request(scope["method"], header(scope, b"traceparent")) as notes:
+            notes |= {"request": secrets.token_hex(8), "path": scope["raw_path"].decode("latin-1")}
+
+            async def noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    notes["status"] = message["status"]
+                    id = (b"x-request-id", str(notes["request"]).encode())
+                    message = {**message, "headers": [*message["headers"], id]}
+                await send(message)
+
+            try:
+                if (refused := scope["extensions"].get(REFUSAL)) is not None:
+                    raise refused
+                await self._app({**scope, "notes": notes}, receive, noted)
+            except Refusal as refusal:
+                notes["reason"] = refusal.reason
+                if "status" in notes:  # It has its answer, and what came behind that is no HTTP.
+                    return
+                headers = {"connection": "close"}
+                if refusal.retry_after_s is not None:
+                    headers["retry-after"] = str(refusal.retry_after_s)
+                kind = "text/plain; charset=utf-8"
+                with suppress(OSError):
+                    await send_body(noted, refusal.text.encode(), status=refusal.status, headers=headers, kind=kind)
+
+
 class Guarded:
     """An ASGI endpoint with the gate before it and error handling around it.
 
@@ -141,7 +182,6 @@ class Guarded:
     def __init__(
         self,
         gate: Gate,
-        watch: Watch,
         path: str,
         reply: Reply,
         endpoint: Endpoint,
@@ -150,7 +190,6 @@ class Guarded:
         takes_x_api_key: bool = False,
     ) -> None:
         self._gate = gate
-        self._watch = watch
         self._path = path
         self._reply = reply
         self._endpoint = endpoint
@@ -160,40 +199,37 @@ class Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         exchange = _Exchange(scope, receive, send)
-        with self._watch.request(scope["method"], self._path, header(scope, b"traceparent")) as notes:
-            await self._answer({**scope, "notes": notes}, exchange)
-            notes |= {"request": exchange.id, "path": scope["path"], "status": exchange.status}
-
-    async def _answer(self, scope: Scope, exchange: _Exchange) -> None:
+        notes = scope["notes"]
+        notes["route"] = self._path
         try:
             self._gate.check_host(scope)
             key = ANYONE
             if not self._is_public:
                 key = await self._gate.check_key(scope, takes_x_api_key=self._takes_x_api_key)
-            scope["notes"]["key"] = key.name
+            notes["key"] = key.name
             await self._endpoint({**scope, "key": key}, exchange.receive, exchange.send)
         except ClientGone:
-            exchange.status = 499
+            notes["status"] = 499
         except asyncio.CancelledError:  # The server is closing, and the time of grace is over.
+            notes["reason"] = "cut off by the stop of the server"
             await exchange.fail(EngineUnavailable("the server is shutting down"), self._reply)
         except LegatoError as error:
             await exchange.fail(error, self._reply)
+        except Refusal:
+            raise
         except Exception:  # noqa: BLE001 - the last resort: logged here, and nowhere else
-            _log.exception("request %s failed", exchange.id)
-            await exchange.fail(
-                LegatoError(f"something went wrong in the server; its log has the reason under {exchange.id}"),
-                self._reply,
-            )
+            _log.exception("request %s failed", notes["request"])
+            words = f"something went wrong in the server; its log has the reason under {notes['request']}"
+            await exchange.fail(LegatoError(words), self._reply)
 
 
 class _Exchange:
     """One request and its answer, as far as they have come."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.id = secrets.token_hex(8)
-        self.status = 0
         self._receive = receive
         self._send = send
+        self._has_begun = False
         self._has_more = (
             header(scope, b"transfer-encoding") is not None or (header(scope, b"content-length") or b"0") != b"0"
         )
@@ -206,15 +242,13 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Send, with the request's id in the headers."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message = {**message, "headers": [*message["headers"], (b"x-request-id", self.id.encode())]}
+        """Send, and note that the answer has begun."""
+        self._has_begun = True
         await self._send(message)
 
     async def fail(self, error: LegatoError, reply: Reply, extra: Mapping[str, str] | None = None) -> None:
         """Answer with an error; if the answer has begun there is nothing left to say here."""
-        if self.status:
+        if self._has_begun:
             return
         status, body = reply(error)
         headers = dict(extra or {})

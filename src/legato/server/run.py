@@ -9,29 +9,35 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
-
-import uvicorn
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING
 
 from legato.config import LimitSettings, ServerSettings, Settings
 from legato.errors import ConfigError
+from legato.machine import max_open_files
 from legato.models import Models, load_models
-from legato.server.connection import connections
+from legato.server.connections import Connections
 from legato.signals import ENDING
 from legato.store import Store
-from legato.supervisor import beside
+from legato.supervisor import Supervisor, beside
 from legato.threads import ASIDE
 
-__all__ = ["listen", "load", "run_app", "serve"]
+if TYPE_CHECKING:
+    from starlette.routing import Router
+
+__all__ = ["listen", "load", "max_connections", "run_app", "serve"]
 
 _SEND_BUFFER_BYTES = 64 * 1024
 """What the system may hold for a client that does not read; by default it would grow to megabytes."""
+_NUM_OTHER_FILES = 64
+"""Descriptors for all that is no client's connection: databases, engines, connections to other servers."""
+_MAX_CONNECTIONS = 4096
+"""Connections by default, however many descriptors there are: each takes memory."""
 
 
-async def load(settings: Settings) -> tuple[Models, Callable[..., ASGIApp]]:
+async def load(settings: Settings) -> tuple[Models, Callable[..., Router]]:
     """Load the models and, meanwhile, the application's code; return them, and `app.create_app`.
 
     Raises:
@@ -46,8 +52,9 @@ async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None
     """Load the models and serve until a signal ends it. `ready` is called with the base URL.
 
     Raises:
-        ConfigError: the address is taken, or a model cannot be loaded.
+        ConfigError: the address is taken, a model cannot be loaded, or there cannot be so many connections.
     """
+    max_connections(settings.limits)  # What is wrong is said at once.
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in ENDING:
@@ -88,29 +95,37 @@ def listen(server: ServerSettings) -> socket.socket:
     return listener
 
 
-async def run_app(app: ASGIApp, listener: socket.socket, limits: LimitSettings, *, stop: asyncio.Event) -> None:
-    """Serve an application on a socket until `stop` is set; requests that run then have `limits.grace_s` to end."""
-    config = uvicorn.Config(
-        app,
-        http=connections(limits.write_timeout_s),
-        access_log=False,
-        log_config=None,
-        lifespan="on",
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=limits.grace_s,
-    )
-    server = _Server(config)
-    async with beside(server.serve(sockets=[listener])) as serving, beside(stop.wait()) as stopping:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
+async def run_app(app: Router, listener: socket.socket, limits: LimitSettings, *, stop: asyncio.Event) -> None:
+    """Serve an application on a socket until `stop` is set; requests that run then have `limits.grace_s` to end.
+
+    Raises:
+        ConfigError: there cannot be so many connections.
+    """
+    supervisor = Supervisor()
+    bounded = replace(limits, max_connections=max_connections(limits))
+    connections = Connections(app, listener, bounded, supervisor)
+    async with app.lifespan_context(app):
+        try:
+            connections.listen()
+            await stop.wait()
+        finally:
+            await connections.aclose()
+            await supervisor.aclose()
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it."""
+def max_connections(limits: LimitSettings) -> int:
+    """Return how many connections there may be: as configured, or what leaves descriptors for everything else.
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+    Raises:
+        ConfigError: there are not so many descriptors.
+    """
+    num_files = max_open_files()
+    most = num_files - _NUM_OTHER_FILES
+    if limits.max_connections > most:
+        raise ConfigError(
+            f"`limits.max_connections` must be at most {max(0, most)} where a process may open {num_files} files "
+            f"(`ulimit -n`), got {limits.max_connections}"
+        )
+    if most < 1:
+        raise ConfigError(f"this process may open {num_files} files (`ulimit -n`); it needs {_NUM_OTHER_FILES + 32}")
+    return limits.max_connections or min(most, num_files - num_files // 4, _MAX_CONNECTIONS)

@@ -35,6 +35,10 @@ _log = logging.getLogger("legato.server")
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 
+_UNKNOWN = "unknown"
+"""What requests to paths that are none are counted under, and methods that no path takes."""
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
 _Span = Callable[[str, bytes | None, Notes], AbstractContextManager[None]]
 """Opens a span of a name, below the one that a `traceparent` names; closing it takes the notes over."""
 
@@ -78,15 +82,25 @@ class Watch:
         return generate_latest(self._registry)
 
     @contextmanager
-    def request(self, method: str, path: str, parent: bytes | None) -> Iterator[Notes]:
-        """Watch a request on a route. What is noted while the context is open is logged, traced and counted."""
+    def request(self, method: str, parent: bytes | None) -> Iterator[Notes]:
+        """Watch a request. What is noted while the context is open is logged, traced and counted.
+
+        `request` and `path` must be noted; `status` and `route` once they are known; `reason` if there is more to say.
+        """
         notes: Notes = {"method": method}
         started = time.perf_counter()
-        with self._span(f"{method} {path}", parent, notes):
-            yield notes
-        notes["ms"] = round(1000 * (time.perf_counter() - started), 1)
-        self._requests.labels(method, path, notes["status"]).inc()
-        _log.info("%(request)s %(method)s %(path)s %(status)d %(ms).1f ms", notes, extra={"notes": notes})
+        try:
+            with self._span(method, parent, notes):
+                yield notes
+        finally:
+            status = notes.setdefault("status", 500)
+            notes["ms"] = round(1000 * (time.perf_counter() - started), 1)
+            counted = method if method in _METHODS else _UNKNOWN  # Each is a series, not whatever somebody thinks of.
+            self._requests.labels(counted, notes.pop("route", _UNKNOWN), status).inc()
+            words = "%(request)s %(method)s %(path)s %(status)d %(ms).1f ms" + (
+                ": %(reason)s" if "reason" in notes else ""
+            )
+            _log.info(words, notes, extra={"notes": notes})
 
     @contextmanager
     def run(self, run: Run, notes: Notes) -> Iterator[None]:
@@ -183,6 +197,7 @@ def _spans(url: str) -> tuple[_Span, Callable[[], None]]:
         carrier: dict[str, Any] = {"traceparent": parent.decode("latin-1")} if parent else {}
         with tracer.start_as_current_span(name, propagator.extract(carrier), SpanKind.SERVER) as opened:
             yield
+            opened.update_name(f"{notes['method']} {notes.get('route', _UNKNOWN)}")
             opened.set_attributes({_ATTRIBUTES.get(note, f"legato.{note}"): value for note, value in notes.items()})
 
     return span, provider.shutdown
@@ -191,6 +206,7 @@ def _spans(url: str) -> tuple[_Span, Callable[[], None]]:
 _ATTRIBUTES = {
     "method": "http.request.method",
     "path": "url.path",
+    "route": "http.route",
     "status": "http.response.status_code",
     "model": "gen_ai.request.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",

@@ -1,9 +1,9 @@
 """Requests to the servers of a model: HTTP/1.1 over connections that are kept.
 
 It receives bodies as bytes and returns answers as bytes, piece by piece as they come; it knows no model. httptools, as
-in uvicorn, reads the protocol. A client for everything (httpx, httpcore, aiohttp) runs several times as much Python for
-a request and for each of its pieces, and all of it stands between a server's token and a client who waits for it: see
-`docs/benchmarks.md`.
+in the server, reads the protocol. A client for everything (httpx, httpcore, aiohttp) runs several times as much Python
+for a request and for each of its pieces, and all of it stands between a server's token and a client who waits for it:
+see `docs/benchmarks.md`.
 
 What is wrong with a server is an OSError.
 """
