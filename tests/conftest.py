@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--crashes", type=int, default=4, help="How often the worker, and a server, is killed under streams."
     )
+    parser.addoption("--overlaps", type=int, default=10, help="How many overlaps of 8 Jobs a model is given.")
     parser.addoption("--documents", type=int, default=3, help="How many documents of 40 schemas are cut.")
     parser.addoption(
         "--typed", type=int, default=10, help="How many random sequences of typing into a gap are asked for."
@@ -57,6 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def num_crashes(request: pytest.FixtureRequest) -> int:
     """How often the worker, and a server, is killed under streams."""
     num: int = request.config.getoption("--crashes")
+    return num
+
+
+@pytest.fixture
+def num_overlaps(request: pytest.FixtureRequest) -> int:
+    """How many overlaps of 8 Jobs a model is given."""
+    num: int = request.config.getoption("--overlaps")
     return num
 
 

@@ -29,6 +29,8 @@ class Choosing:
 
     def __init__(self, job: Job, tokenizer: Tokenizer, seam: Seam) -> None:
         self.ends = ends_of(job, tokenizer)
+        self.model_ends = self.ends & tokenizer.end_ids
+        """Those that the model itself ends with."""
         never = dict.fromkeys(tokenizer.end_ids - self.ends, -np.inf)
         sampling = replace(job.sampling, logit_bias={**job.sampling.logit_bias, **never})
         self.sampler = Sampler(sampling, choice=job.choice)

@@ -1,4 +1,4 @@
-"""What finished sequences have: the longest shared head, who goes first, known rows, and states outside the cache."""
+"""Shared heads, rows that are known, and states outside the cells."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.engines.llamacpp.cache import RadixTree, RowCache, Tokens, shared_head
+from legato.engines.llamacpp.cache import RowCache, Tokens, shared_head
 from legato.engines.llamacpp.spill import Spill
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
-NAMESPACES = st.sampled_from(["", "other"])
 
 
 def array(tokens: list[int]) -> Tokens:
@@ -28,73 +27,35 @@ def common(left: list[int], right: list[int]) -> int:
     return size
 
 
-def num_distinct(kept: list[list[int]]) -> int:
-    """Count the nodes of a trie: tokens, shared ones once."""
-    return len({tuple(tokens[:size]) for tokens in kept for size in range(1, len(tokens) + 1)})
-
-
 @given(TOKENS, TOKENS)
 def test_shared_head(left: list[int], right: list[int]) -> None:
     assert shared_head(array(left), array(right)) == common(left, right)
 
 
-@given(st.lists(st.tuples(TOKENS, NAMESPACES, st.booleans()), max_size=12), TOKENS, NAMESPACES)
-def test_the_tree_is_what_a_list_would_be(
-    script: list[tuple[list[int], str, bool]], wanted: list[int], namespace: str
-) -> None:
-    tree = RadixTree()
-    alive: dict[int, tuple[str, list[int]]] = {}
-    for id, (tokens, space, evicts) in enumerate(script):
-        alive[id] = (space, tokens)
-        for useless in tree.add(id, tokens, space):
-            gone_space, gone = alive.pop(useless)
-            assert any(
-                gone_space == other_space and other[: len(gone)] == gone for other_space, other in alive.values()
-            )
-        if evicts and (evicted := tree.evict()) is not None:
-            gone_id, gone_tokens, gone_space = evicted
-            assert alive.pop(gone_id) == (gone_space, gone_tokens.tolist())
-    spaces = {space for space, _ in alive.values()}
-    assert tree.num_tokens == sum(num_distinct([t for s, t in alive.values() if s == space]) for space in spaces)
-    assert {id: (space, tokens.tolist()) for id, tokens, space in tree.newest_first()} == alive
-    best = max((common(tokens, wanted) for space, tokens in alive.values() if space == namespace), default=0)
-    sequence, length = tree.longest(array(wanted), namespace)
-    assert length == best
-    assert sequence == -1 if best == 0 else common(alive[sequence][1], wanted) == best
-    while (evicted := tree.evict()) is not None:
-        del alive[evicted[0]]
-    assert (alive, tree.num_tokens, len(tree)) == ({}, 0, 0)
-
-
-def test_the_least_recently_used_goes_first_and_a_shared_head_stays() -> None:
-    tree = RadixTree()
-    head = list(range(100, 200))
-    for id in range(3):
-        tree.add(id, [*head, id])
-    assert tree.num_tokens == 103
-    assert tree.longest(array([*head, 0, 7])) == (0, 101)
-    assert [id for id, _, _ in tree.newest_first()] == [0, 2, 1]
-    evicted = tree.evict()
-    assert evicted is not None
-    assert evicted[0] == 1
-    kept = [id for id, _, _ in tree.newest_first()]
-    assert (tree.num_tokens, 1 in kept, 2 in kept) == (102, False, True)
-    assert tree.longest(array([*head, 1]))[1] == 100
-
-
 def test_rows_are_known_by_their_tokens_and_the_oldest_go() -> None:
     rows = [np.full(4, value, np.float32) for value in range(3)]
     cache = RowCache(max_bytes=2 * rows[0].nbytes)
-    cache.put([1], rows[0])
-    cache.put([1, 2], rows[1])
+    cache.put([1], rows[0], is_exact=True)
+    cache.put([1, 2], rows[1], is_exact=True)
     rows[0][:] = 9
-    assert cache.get([1]) is not None
-    cache.put([1], np.zeros(4, np.float32))
-    cache.put([3], rows[2])
-    assert cache.get([1, 2]) is None
-    assert cache.get([1], "other") is None
-    assert np.array_equal(cache.get([1]), [0, 0, 0, 0])  # type: ignore[arg-type]
-    assert np.array_equal(cache.get([3]), rows[2])  # type: ignore[arg-type]
+    assert cache.get([1], is_exact=True) is not None
+    cache.put([1], np.zeros(4, np.float32), is_exact=True)
+    cache.put([3], rows[2], is_exact=True)
+    assert cache.get([1, 2], is_exact=True) is None
+    assert cache.get([1], "other", is_exact=True) is None
+    assert np.array_equal(cache.get([1], is_exact=True), [0, 0, 0, 0])  # type: ignore[arg-type]
+    assert np.array_equal(cache.get([3], is_exact=True), rows[2])  # type: ignore[arg-type]
+
+
+def test_who_reads_exactly_gets_no_row_that_is_not() -> None:
+    rows = [np.full(4, value, np.float32) for value in range(2)]
+    cache = RowCache(max_bytes=1000)
+    cache.put([1], rows[0], is_exact=False)
+    assert cache.get([1], is_exact=True) is None
+    assert cache.get([1], is_exact=False) is not None
+    cache.put([1], rows[1], is_exact=True)
+    assert np.array_equal(cache.get([1], is_exact=True), rows[1])  # type: ignore[arg-type]
+    assert np.array_equal(cache.get([1], is_exact=False), rows[0])  # type: ignore[arg-type]
 
 
 # -- states outside the cache -----------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 It receives the tokens of a Job so far and says which one must come next. It keeps nothing of them, so that the answer
 is the same for a text that is written in one go, resumed, or tried at a seam. The tag is put where the tokenizer would
 cut the text before it, so that the text, sent again, is the same tokens; if there is no such place soon, anywhere.
+
+A model that ends its answer while it thinks has not answered: there too the tag is written, and the answer follows.
 """
 
 from __future__ import annotations
@@ -51,6 +53,23 @@ class Budget:
             channels.feed(self._pieces[tokens[index]])
         self.is_over = True
         return None
+
+    def closing(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return what stands in the place of the model's end behind the tokens: the closing tag, or the rest of one of
+        which a part stands there; nothing if nobody thinks there, so that the end is one.
+        """
+        job = self._job
+        if job.thinking is None:
+            return ()
+        channels = Channels.of(job, self._pieces, is_begun=False)
+        for token in tokens[job.prompt.turn :]:
+            channels.feed(self._pieces[token])
+        if channels.channel != "reasoning":
+            return ()
+        num = len(self._close_ids) - 1
+        while num and tuple(tokens[len(tokens) - num :]) != self._close_ids[:num]:
+            num -= 1
+        return self._close_ids[num:]
 
     def _can_close(self, tokens: Sequence[int], num_late: int) -> bool:
         """Whether the closing tag can stand behind the tokens."""
