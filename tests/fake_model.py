@@ -8,9 +8,10 @@ and rows that were computed by the fast kernels, or behind such entries, are oth
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,16 +46,17 @@ class MergeTokenizer(Vocabulary):
         return [self.pieces.index(part) for part in parts]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """What a cell holds."""
 
+    cell: int
     position: int
     token: int
     state: bytes
     """Names all that was computed on the way here."""
     is_exact: bool
-    sequences: set[int] = field(default_factory=set)
+    num_sequences: int = 1
 
 
 class FakeModel(Model):
@@ -64,35 +66,49 @@ class FakeModel(Model):
         self.vocabulary = MergeTokenizer()
         self.context_length = context_length
         self.num_cells = context_length + 2 * max_sequences
-        self._cells: list[Entry | None] = [None] * self.num_cells
         self._rows: list[NDArray[np.float32]] = []
         self._fast_is_other = fast_is_other
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self._free = [*range(self.num_cells)]
+        """A heap: the lowest comes first."""
+        self._sequences: dict[int, list[Entry]] = {}
 
     def entries(self, sequence: int) -> list[Entry]:
         """Return what a sequence has, in the order of its cells."""
-        return [entry for entry in self._cells if entry is not None and sequence in entry.sequences]
+        return self._sequences.get(sequence, [])
 
     def sequences(self) -> set[int]:
         """Return the sequences that have anything."""
-        return {sequence for entry in self._cells if entry is not None for sequence in entry.sequences}
+        return {*self._sequences}
+
+    def _put(self, sequence: int, entries: list[Entry]) -> None:
+        if entries:
+            self._sequences[sequence] = sorted(entries, key=lambda entry: entry.cell)
+        else:
+            self._sequences.pop(sequence, None)
 
     def decode(self, batch: Batch, *, exact: bool = False) -> bool:
         """Put the batch's tokens into the lowest free cells, and compute the rows that it wants."""
         native = batch.native
-        free = [index for index, entry in enumerate(self._cells) if entry is None]
-        if native.n_tokens > len(free):
+        if native.n_tokens > len(self._free):
             return False
         self._rows = []
-        for index, place in zip(range(native.n_tokens), free, strict=False):
-            sequence, position = native.seq_id[index][0], native.pos[index]
-            before = self.entries(sequence)
-            assert [entry.position for entry in before] == [*range(position)], "what a sequence has is no text"
-            last = before[-1] if before else Entry(-1, -1, b"", True)
+        for index in range(native.n_tokens):
+            position, token = native.pos[index], native.token[index]
+            before = self._sequences.setdefault(native.seq_id[index][0], [])
+            last = before[-1] if before else Entry(-1, -1, -1, b"", True)
+            is_text = len(before) == position == last.position + 1
+            assert is_text, f"the sequence has {len(before)} entries, the last at {last.position}, before {position}"
             is_exact = last.is_exact and (exact or not self._fast_is_other)
-            state = blake2b(last.state + bytes([native.token[index], is_exact]), digest_size=16).digest()
-            self._cells[place] = Entry(position, native.token[index], state, is_exact, {sequence})
+            state = blake2b(last.state + bytes([token, is_exact]), digest_size=16).digest()
+            cell = heappop(self._free)
+            assert cell > last.cell, "entries are out of order"
+            before.append(Entry(cell, position, token, state, is_exact))
             if native.logits[index]:
-                self._rows.append(self.row([*(entry.token for entry in before), native.token[index]], state))
+                self._rows.append(self.row([entry.token for entry in before], state))
         return True
 
     def row(self, tokens: Sequence[int], state: bytes) -> NDArray[np.float32]:
@@ -109,17 +125,22 @@ class FakeModel(Model):
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let `target` share the entries of `source` from position `start` to `end` (-1: to its end)."""
-        for entry in self.entries(source):
-            if start <= entry.position and (entry.position < end or end < 0):
-                entry.sequences.add(target)
+        has = {entry.cell for entry in self.entries(target)}
+        last = self.num_cells if end < 0 else end - 1
+        wanted = [entry for entry in self.entries(source) if start <= entry.position <= last]
+        shared = [entry for entry in wanted if entry.cell not in has]
+        for entry in shared:
+            entry.num_sequences += 1
+        self._put(target, [*self.entries(target), *shared])
 
     def forget(self, sequence: int, start: int) -> None:
         """Take entries out of a sequence, and free the cells that nobody shares."""
-        for index, entry in enumerate(self._cells):
-            if entry is not None and entry.position >= start:
-                entry.sequences.discard(sequence)
-                if not entry.sequences:
-                    self._cells[index] = None
+        for entry in self.entries(sequence):
+            if entry.position >= start:
+                entry.num_sequences -= 1
+                if not entry.num_sequences:
+                    heappush(self._free, entry.cell)
+        self._put(sequence, [entry for entry in self.entries(sequence) if entry.position < start])
 
     def save(self, sequence: int) -> bytes:
         """Return a sequence's entries."""
@@ -128,16 +149,9 @@ class FakeModel(Model):
 
     def load(self, sequence: int, data: bytes) -> int:
         """Give a sequence what `save` returned, in free cells; return its number of tokens."""
-        saved: Iterable[tuple[int, int, bytes, bool]] = pickle.loads(data)
-        entries = [Entry(*values, {sequence}) for values in saved]
-        free = [index for index, entry in enumerate(self._cells) if entry is None]
-        if len(entries) > len(free):
+        saved: list[tuple[int, int, bytes, bool]] = pickle.loads(data)
+        if len(saved) > len(self._free):
             raise RuntimeError("no room")
         assert not self.entries(sequence)
-        for index, entry in zip(free, entries, strict=False):
-            self._cells[index] = entry
-        return max(entry.position for entry in entries) + 1
-
-    def clear(self) -> None:
-        """Forget every sequence."""
-        self._cells = [None] * self.num_cells
+        self._put(sequence, [Entry(heappop(self._free), *values) for values in saved])
+        return saved[-1][0] + 1

@@ -92,7 +92,7 @@ class Cells(RuleBasedStateMachine):
         self.directory = Path(mkdtemp())
         self.jobs: dict[str, Job] = {}
         self.written: dict[str, list[Token]] = {}
-        self.texts = ["ab ca", "abc abab", LONG[:150]]
+        self.texts = ["ab ca", "abc abab", LONG[:150], LONG[:140] + "cc"]
         self.num = 0
 
     def teardown(self) -> None:
@@ -149,7 +149,10 @@ class Cells(RuleBasedStateMachine):
         for _ in range(num):
             if self.host.scheduler.is_idle:
                 return
-            for id, step in self.host.scheduler.step():
+            num_decoded = self.host.scheduler.num_decoded
+            told = self.host.scheduler.step()
+            assert told or self.host.scheduler.num_decoded > num_decoded, "nothing was done"
+            for id, step in told:
                 assert not isinstance(step, Exception), step
                 self.written[id] += step.tokens
                 if step.finish is not None:

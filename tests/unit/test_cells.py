@@ -131,3 +131,12 @@ def test_what_was_spilled_is_as_exact_as_it_was() -> None:
         if not exact:
             assert cells.take_head(slot, array([*HEAD[:70], 9]), exact=False) == 70
         assert slot.is_exact == exact
+
+
+def test_what_is_retained_and_shared_with_an_open_slot_makes_no_room() -> None:
+    cells = cells_with()
+    slot = fed(cells, HEAD)
+    branch = cells.fork(slot, 70)
+    assert branch is not None
+    cells.retain(branch)
+    assert (cells.num_retained, cells.make_room(), slot.ids.tolist()) == (1, False, HEAD)

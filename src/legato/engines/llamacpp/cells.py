@@ -204,6 +204,11 @@ class Cells:
             self._model.forget(slot.id, length)
             slot.cut(length)
 
+    def cut_to(self, slot: Slot, tokens: Sequence[int], num_same: int) -> None:
+        """Give up what a slot holds that is not the beginning of `tokens`; up to `num_same` they are known to agree."""
+        start = min(num_same, slot.length)
+        self.cut(slot, start + shared_head(slot.ids[start:], np.asarray(tokens[start:], np.int32)))
+
     def _share(self, source: Slot, slot: Slot, length: int) -> None:
         self._model.copy(source.id, slot.id, 0, length)
         slot.take(source, length)
@@ -281,10 +286,11 @@ class Cells:
 
     def make_room(self) -> bool:
         """Free cells: those that are buried, and the older half of what is retained. False: there are none."""
-        num_retained = _num_cells(self._retained.values())
-        has_buried = _num_cells((*self._open.values(), *self._retained.values())) < self._num_written
-        self._compact(num_retained // 2)
-        return has_buried or num_retained > 0
+        num_open = _num_cells(self._open.values())
+        num_alive = _num_cells((*self._open.values(), *self._retained.values()))
+        num_dead = self._num_written - num_alive
+        self._compact((num_alive - num_open) // 2)  # What it shares with open slots would free nothing.
+        return num_dead > 0 or num_alive > num_open
 
     def _compact(self, max_retained: int) -> None:
         """Write all that is alive again from the first cell on, and retain about `max_retained` tokens."""

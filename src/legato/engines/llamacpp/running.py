@@ -157,12 +157,12 @@ class RunningJob:
             self.first_wanted = num
         return self.first_wanted
 
-    def remember(self, known: RowCache, num: int, row: Row) -> None:
-        """Keep the row that follows the first `num` tokens, for this Job's seam and for later ones."""
+    def remember(self, known: RowCache, tokens: Sequence[int], row: Row) -> None:
+        """Keep a row that was computed behind `tokens` in this Job's slot, for its own seam and for later Jobs."""
         assert self.slot is not None
-        row = known.put(self.tokens[:num], row, self.slot.salt, is_exact=self.slot.num_exact >= num)
-        if self.healing is not None and num >= self.num_kept:
-            self.healing.learn(self.tokens[self.num_kept : num], row)
+        row = known.put(tokens, row, self.slot.salt, is_exact=self.slot.num_exact >= len(tokens))
+        if self.healing is not None and len(tokens) >= self.num_kept:
+            self.healing.learn(tokens[self.num_kept :], row)
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 

@@ -287,12 +287,15 @@ class Scheduler:
                 if running.job.score_prompt and index == len(running.scores) and index + 1 < len(running.tokens):
                     running.scores.append(running.describe(row, running.tokens[index + 1]))
                 if index >= running.num_kept - 1:
-                    running.remember(self._known, index + 1, row)
+                    running.remember(self._known, running.tokens[: index + 1], row)
         if running.pending > 0:
             return
-        if running.is_read and running.healing is not None:
-            running.remember(self._known, len(running.tokens), rows[-1])
-        self._decide(running, list(rows[len(rows) - len(draft) - 1 :]), draft)
+        last = list(rows[len(rows) - len(draft) - 1 :])
+        num_left = running.job.max_tokens - running.num_written
+        for num, row in enumerate(last):
+            if running.healing is not None or num_left - num <= _KEPT_ROWS:
+                running.remember(self._known, [*running.tokens, *draft[:num]], row)
+        self._decide(running, last, draft)
 
     def _read_branch(self, branch: Branch, rows: NDArray[np.float32]) -> None:
         """Keep the rows of a branch; choose, if it was the last."""
@@ -321,8 +324,9 @@ class Scheduler:
     def _heal(self, running: RunningJob, healing: Healing) -> None:
         """Write the heal bytes, if it is known how; go on behind them."""
         path = healing.find_path(running)
+        assert running.slot is not None
         if path is None:
-            self._cut_to_tokens(running)
+            self._cells.cut_to(running.slot, running.tokens, running.num_kept)
             return
         pieces = running.pieces
         overhangs = sum(len(pieces[id]) for id in path) > len(running.job.prompt.heal)
@@ -331,7 +335,7 @@ class Scheduler:
             tokens[-1] = running.describe(before, path[-1])
         row = healing.row(running, path)
         running.tokens = [*running.tokens[: running.num_kept], *path]
-        self._cut_to_tokens(running)
+        self._cells.cut_to(running.slot, running.tokens, running.num_kept)
         running.guide = running.guide_behind(path)
         running.healing = None
         for token in tokens:
@@ -341,26 +345,15 @@ class Scheduler:
             self._write(running, [row], ())
 
     def _write(self, running: RunningJob, rows: Sequence[Row], draft: Sequence[int]) -> None:
-        """Write what the Job chooses, and keep the rows of an answer's end."""
+        """Write what the Job chooses, and give up what the slot holds of a draft that was wrong."""
         assert running.slot is not None
         start = len(running.tokens)
-        num_left = running.job.max_tokens - running.num_written
         written = running.write(rows, draft)
-        if start <= running.num_fed:  # The rows are of its own cells.
-            for num in range(max(0, num_left - _KEPT_ROWS), written.num_right + 1):
-                running.remember(self._known, start + num, rows[num])
         if draft:
             self._cells.cut(running.slot, start + written.num_right)
             self.num_drafted += len(draft)
             self.num_accepted += written.num_right
         self._emit(running, tuple(written.tokens), written.finish, written.num_right)
-
-    def _cut_to_tokens(self, running: RunningJob) -> None:
-        """Give up what the slot holds of a tail that is no longer the text's."""
-        assert running.slot is not None
-        kept = min(running.num_kept, running.num_fed)
-        tail = np.asarray(running.tokens[kept:], np.int32)
-        self._cells.cut(running.slot, kept + shared_head(running.slot.ids[kept:], tail))
 
     def _emit(
         self, running: RunningJob, tokens: tuple[Token, ...], reason: FinishReason | None, num_drafted: int = 0
