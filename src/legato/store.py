@@ -532,13 +532,20 @@ def _timely_connection() -> Any:
 def _migrate(connection: sa.Connection) -> None:
     from alembic import command
     from alembic.config import Config
+    from alembic.util import CommandError
 
     if connection.dialect.name == "postgresql":
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
     config = Config()
     config.set_main_option("script_location", "legato:migrations")
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    try:
+        command.upgrade(config, "head")
+    except CommandError:
+        url = connection.engine.url
+        raise ConfigError(
+            f"the database `{url!r}` belongs to a newer version of Legato: install that one, or restore a backup"
+        ) from None
 
 
 _AWAY = "the server's database cannot be used now; try again in 5 s"

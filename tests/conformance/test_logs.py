@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -109,3 +111,36 @@ def test_a_closed_standard_error_is_no_file_of_the_server(tmp_path: Path) -> Non
         ask(url, 100)
         assert stop(process) < 5
     assert b"/v1/models/xxx" not in b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
+
+
+NASTY = (
+    b"GET /v1/generations/x%0A2026-01-01%2000:00:00,000%20legato.server%20forged HTTP/1.1",
+    b"GET /%1B[2J%1B]0;x%07 HTTP/1.1",
+    b"GET /v1/models/%E2%80%A8%E2%80%A9%C2%85%ED%A0%80%FF HTTP/1.1",
+    b"POST /v1/completions%0d%0a HTTP/1.1",
+    b"\x1b[2J\x1b]0;x\x07 / HTTP/1.1",
+    b"GET /\x1b[2J HTTP/1.1",
+)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_whatever_is_asked_is_one_line(tmp_path: Path, form: str) -> None:
+    (tmp_path / "legato.toml").write_text(f"[server]\nlog_format = '{form}'\napi_keys = ['x']")
+    arguments = ("--config", str(tmp_path / "legato.toml"), "--verbose")
+    with serving(tmp_path, *arguments, stderr=subprocess.PIPE) as (process, url):
+        port = int(url.rpartition(":")[2])
+        for first in NASTY:
+            for other in (b"Host: localhost", b"Host: localhost\r\nAuthorization: Bearer x", b"Host: \xff\xed\xa0\x80"):
+                with socket.create_connection(("127.0.0.1", port), 10) as connection:
+                    connection.sendall(first + b"\r\n" + other + b"\r\nConnection: close\r\n\r\n")
+                    while connection.recv(65536):
+                        pass
+        stop(process)
+        assert process.stderr is not None
+        lines = process.stderr.read().decode().split("\n")
+    asked = [line for line in lines if re.search(r" (GET|POST|-) [/-]", line) and "/health" not in line]
+    assert len(asked) == 3 * len(NASTY)
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("2026-01-01 00:00:00") for line in lines)
+    if form == "json":
+        assert all(json.loads(line)["request"] for line in asked)

@@ -99,7 +99,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 
 def test_every_mark_is_known() -> None:
     marks = {block.mark.partition(": ")[0] for page in PAGES for block in blocks(page)}
-    known = {"server", "tested", "output", "body", "legato.toml", "run command", "test command"}
+    known = {"server", "tested", "output", "body", "legato.toml", "run command", "test command", "backup", "restore"}
     assert {mark for mark in marks if mark and not mark.startswith("help")} == known
 
 

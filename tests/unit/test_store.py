@@ -99,6 +99,14 @@ def test_several_processes_may_open_a_new_database_at_once(url: str) -> None:
         assert [*threads.map(start, range(4))] == [False] * 4
 
 
+def test_the_database_of_a_newer_version_is_left_alone(url: str) -> None:
+    with closing(Store.open(url)) as opened, opened._engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="belongs to a newer version of Legato"):
+            Store.open(url)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
