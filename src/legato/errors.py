@@ -59,6 +59,8 @@ class LegatoError(Exception):
 
     status = 500
     code = "internal_error"
+    retry_after_s: float | None = None
+    """When it may be worth to try again."""
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -211,6 +213,7 @@ class CapacityError(LegatoError):
 
     status = 503
     code = "overloaded"
+    retry_after_s: int
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
@@ -236,13 +239,13 @@ class Overloaded(CapacityError):
 
 
 class StoreUnavailable(CapacityError):
-    """The database does not answer. `reason` is what it says itself, for those who run the server."""
+    """The database does not answer."""
 
     code = "store_unavailable"
 
     def __init__(self, message: str, *, retry_after_s: int = 5, reason: str = "") -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.reason = reason
+        self.reason = reason  # What it says itself, for those who run the server.
 
 
 class JournalFull(CapacityError):
@@ -265,10 +268,11 @@ class GenerationFailed(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is not running and could not be started."""
+    """The engine does not run now."""
 
     status = 503
     code = "engine_unavailable"
+    retry_after_s = 5
 
 
 class ConfigError(LegatoError):

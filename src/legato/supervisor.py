@@ -32,6 +32,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._down: dict[str, str] = {}
         self._restarts: dict[str, int] = {}
+        self._recovered: set[str] = set()
 
     def start(
         self,
@@ -51,6 +52,10 @@ class Supervisor:
     def once(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work that comes to an end; cancel the task that is returned to end it early. An error is logged."""
         return self._run(name, self._finish(name, work))
+
+    def recovered(self, name: str) -> None:
+        """Say that work runs well: its next pause is the first again. So it is after a minute without this."""
+        self._recovered.add(name)
 
     def down(self) -> Mapping[str, str]:
         """Return what should run and does not, by name, and why."""
@@ -84,8 +89,9 @@ class Supervisor:
             while True:
                 begun = clock()
                 error = await _end_of(work)
-                if clock() - begun >= _WELL_S:
+                if clock() - begun >= _WELL_S or name in self._recovered:
                     pause_s = _FIRST_PAUSE_S
+                    self._recovered.discard(name)
                 self._down[name] = _cause(error)
                 _report(name, error, f"it is started again in {pause_s:g} s")
                 if on_failure is not None:

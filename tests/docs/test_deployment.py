@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from legato.config import LimitSettings, load_settings
-from legato.engines.llamacpp.engine import _SPILL_TIMEOUT_S
+from legato.engines.llamacpp.engine import _SPILL_S
 from legato.store import Key, Store
 from tests.conftest import NO_TLS
 from tests.docs.pages import DOCS, ROOT, blocks
@@ -87,7 +87,7 @@ def test_the_unit_starts_a_server_and_ends_it_in_time(tmp_path: Path) -> None:
         assert httpx2.get(url + "/models", verify=NO_TLS).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(int(found["TimeoutStopSec"])) == 0
-    assert int(found["TimeoutStopSec"]) > LimitSettings().grace_s + _SPILL_TIMEOUT_S
+    assert int(found["TimeoutStopSec"]) > LimitSettings().grace_s + _SPILL_S
     file.write_text(file.read_text() + "[sever]\n")
     done = subprocess.run([sys.executable, "-m", "legato", *mapped], capture_output=True)
     assert str(done.returncode) == found["RestartPreventExitStatus"]

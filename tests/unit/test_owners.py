@@ -14,7 +14,7 @@ OWNERS = {
     "supervisor.py": {"create_task", "ensure_future", "gather", "TaskGroup"},
     "threads.py": {"to_thread", "run_in_executor"},
 }
-UNTIL_IT_IS_SPLIT = {"server/generations.py", "engines/llamacpp/engine.py"}
+UNTIL_IT_IS_SPLIT = {"server/generations.py"}
 
 
 def used(source: str) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import selectors
 from collections.abc import Awaitable, Callable, Coroutine
 from itertools import pairwise
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from legato.errors import StoreUnavailable
 from legato.supervisor import Supervisor, beside, together
+from tests.clock import run_leaping
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -82,30 +82,6 @@ def test_every_end_is_told_counted_and_followed_by_a_new_start(
     assert bool(record.exc_info) == (work is not refuses)  # Where a fault of ours was is told.
 
 
-class _Leaping(selectors.DefaultSelector):
-    """Does not wait: the time that it is to wait has passed."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        """Look, and let the time pass."""
-        self.now += timeout or 0
-        found: list[Any] = super().select(0)
-        return found
-
-
-class _Leap(asyncio.SelectorEventLoop):
-    """An event loop in which hours take no time."""
-
-    def __init__(self) -> None:
-        self._leaping = _Leaping()
-        super().__init__(self._leaping)
-
-    def time(self) -> float:
-        """Return its own time."""
-        return self._leaping.now
-
-
 def test_pauses_grow_until_it_has_run_well(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         clock = asyncio.get_running_loop().time
@@ -128,9 +104,30 @@ def test_pauses_grow_until_it_has_run_well(caplog: pytest.LogCaptureFixture) -> 
         pauses = [round(after - before, 1) for before, after in pairwise(begun)]
         assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30, 60.1, 0.2, 0.4]
 
-    with asyncio.Runner(loop_factory=_Leap) as runner:
-        runner.run(test())
+    run_leaping(test())
     assert sum("what follows from the end of work has failed" in line for line in caplog.messages) == 14
+
+
+def test_who_says_that_it_runs_well_has_recovered() -> None:
+    async def test() -> None:
+        clock = asyncio.get_running_loop().time
+        supervisor = Supervisor()
+        begun: list[float] = []
+        enough = asyncio.Event()
+
+        async def work() -> None:
+            begun.append(clock())
+            if len(begun) == 3:
+                supervisor.recovered("work")
+            if len(begun) == 6:
+                enough.set()
+
+        supervisor.start("work", work)
+        await enough.wait()
+        await supervisor.aclose()
+        assert [round(after - before, 1) for before, after in pairwise(begun)] == [0.1, 0.2, 0.1, 0.2, 0.4]
+
+    run_leaping(test())
 
 
 def test_an_end_that_was_asked_for_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,15 +41,15 @@ class Engine(Protocol):
         """Run a Job. Close the iterator to cancel.
 
         Raises:
-            EngineUnavailable: the engine is not running and could not be started.
+            EngineUnavailable: the engine does not run.
             GenerationFailed: an accepted Job could not be finished.
         """
 
     def counters(self) -> Mapping[str, int]:
         """Return the engine's own counts.
 
-        `running`: Jobs that hold a place in it now. `restarts` and `failed`, where they exist: how often it had to be
-        started again, and whether it has given up.
+        `running`: Jobs that hold a place in it now. Where they exist: `restarts`, how often it had to be started again;
+        `down`, whether it does not run now; `failed`, whether that has been so for too long to wait for it.
         """
 
     async def aclose(self) -> None:

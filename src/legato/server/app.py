@@ -95,12 +95,14 @@ def create_app(
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
         counts = {}
         has_failed = False
+        down = sorted(supervisor.down())
         for model in models.own:
             engine = model.engine.counters()
+            if engine.get("down"):
+                down.append(f"engine {model.name}")
             has_failed = has_failed or bool(engine.get("failed"))
             places = {"running": model.admission.num_running, "waiting": model.admission.num_waiting}
             counts[model.name] = {**places, "restarts": engine.get("restarts", 0)}
-        down = sorted(supervisor.down())
         status = "failed" if has_failed else "degraded" if down else "ok"
         body = encode_json({"status": status, "models": counts, "down": down})
         await send_body(send, body, status=503 if has_failed else 200, headers={})

@@ -19,7 +19,6 @@ from legato.config import LimitSettings, ServerSettings, is_loopback
 from legato.errors import (
     BodyTimeout,
     BodyTooLarge,
-    CapacityError,
     EngineUnavailable,
     HostNotAllowed,
     KeyMissing,
@@ -252,7 +251,7 @@ class _Exchange:
             return
         status, body = reply(error)
         headers = dict(extra or {})
-        if isinstance(error, CapacityError):
+        if error.retry_after_s is not None:
             headers["retry-after"] = str(error.retry_after_s)
         if status == 401:
             headers["www-authenticate"] = "Bearer"

@@ -146,13 +146,16 @@ class _State(Collector):
         running = GaugeMetricFamily("legato_running", "Choices that are worked on.", labels=["model"])
         waiting = GaugeMetricFamily("legato_waiting", "Choices that wait for a place.", labels=["model"])
         restarts = CounterMetricFamily("legato_engine_restarts", "Starts after a crash.", labels=["model"])
-        for model in self._models.own:
-            running.add_metric([model.name], model.admission.num_running)
-            waiting.add_metric([model.name], model.admission.num_waiting)
-            restarts.add_metric([model.name], model.engine.counters().get("restarts", 0))
         down = GaugeMetricFamily(
             "legato_task_down", "Whether it should run beside requests and does not.", labels=["task"]
         )
+        for model in self._models.own:
+            running.add_metric([model.name], model.admission.num_running)
+            waiting.add_metric([model.name], model.admission.num_waiting)
+            engine = model.engine.counters()
+            restarts.add_metric([model.name], engine.get("restarts", 0))
+            if "down" in engine:
+                down.add_metric([f"engine {model.name}"], engine["down"])
         again = CounterMetricFamily(
             "legato_task_restarts", "Starts after an end that nobody asked for.", labels=["task"]
         )

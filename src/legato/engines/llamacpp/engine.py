@@ -1,44 +1,41 @@
 """The embedded engine as the server sees it: it starts the worker, passes Jobs to it and starts it again when it dies.
 
-Native code can end a process. When the worker dies, each running Job is submitted to the next one with the tokens
-that it has already produced, so its text goes on as if nothing had happened; a Job that was running at two deaths
-ends in an error.
+Native code can end a process. When the worker dies or hangs, each running Job is submitted to the next one with the
+tokens that it has already produced, so its text goes on as if nothing had happened; a Job that was running at two
+deaths ends in an error. Nobody waits long for a worker that cannot be started, and it is tried again for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-import signal
-import socket
-import sys
+import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from legato.engines.llamacpp.process import Child, Spawn, Worker, running_worker
 from legato.engines.llamacpp.recall import Recall
-from legato.engines.llamacpp.worker import WorkerSettings, pack
+from legato.engines.llamacpp.worker import WorkerSettings
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed, LegatoError
 from legato.profiles import Profile, profile_from_metadata
 from legato.seam import Seam
-from legato.signals import blocked_in_children
+from legato.supervisor import Supervisor
+from legato.threads import ASIDE
 from legato.types import Capabilities, Job, Step, Token, Tokenizer
 
 __all__ = ["LlamaCppEngine"]
 
-_START_TIMEOUT_S = 300
-_SPILL_TIMEOUT_S = 20
-_MAX_STARTS = 3
+_log = logging.getLogger("legato.engine")
+
+_SPILL_S = 20.0
+"""So long a worker may take to write to files what it keeps, at the end."""
+_PATIENCE_S = 3.0
+"""So long Jobs wait for a worker that has to be started again, beside twice the time that its first start took."""
+_MEASURE_S = 10.0
 _MAX_DEATHS = 2
 """A Job is given up when the worker has died this often under it."""
-
-_REINSTALL = (
-    "llama.cpp cannot run on this processor as it was built; install it again with "
-    "`CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON' "
-    "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python`"
-)
 
 
 @dataclass(slots=True)
@@ -71,18 +68,22 @@ class LlamaCppEngine:
         constraints=True,
     )
 
-    def __init__(self, settings: WorkerSettings, environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: WorkerSettings, environment: Mapping[str, str], spawn: Spawn) -> None:
+        self._name = f"the engine of {settings.path.name}"
         self._settings = settings
         self._environment = environment
+        self._spawn = spawn
+        self._supervisor = Supervisor()
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start_s = 0.0
+        self._worker: Worker | None = None
         self._live: dict[str, _Live] = {}
         self._recall = Recall()
         self._counts: deque[asyncio.Future[Mapping[str, int]]] = deque()
-        self._errors: deque[str] = deque(maxlen=8)
-        self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading_errors: asyncio.Task[None]
-        self._watch: asyncio.Task[None] | None = None
-        self._failure: EngineUnavailable | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while there is no worker."""
+        self._has_failed = False
+        """Whether it has run out, so that nobody waits any more."""
         self._is_closing = False
         self.num_restarts = 0
         self.tokenizer: Tokenizer
@@ -90,29 +91,37 @@ class LlamaCppEngine:
         self.profile: Profile
 
     @classmethod
-    async def start(cls, settings: WorkerSettings, environment: Mapping[str, str]) -> LlamaCppEngine:
+    async def start(
+        cls, settings: WorkerSettings, environment: Mapping[str, str], *, spawn: Spawn = Child.spawn
+    ) -> LlamaCppEngine:
         """Start a worker and load the model.
 
         Args:
             settings: what to load.
             environment: the worker's environment variables.
+            spawn: starts the worker's process.
 
         Raises:
             ConfigError: the file is no usable model, memory does not suffice, or the native code does not run here.
         """
-        engine = cls(settings, environment)
+        engine = cls(settings, environment, spawn)
+        clock = asyncio.get_running_loop().time
+        begun = clock()
         try:
-            reader = await engine._start_worker(engine._load_vocabulary)
-        except BaseException:
+            engine._supervisor.start(engine._name, engine._work, on_failure=engine._wait)
+            await engine._started
+        except BaseException as error:
             await engine.aclose()
+            if isinstance(error, EngineUnavailable):
+                raise ConfigError(error.message) from None
             raise
-        engine._watch = asyncio.create_task(engine._run(reader))
+        engine._start_s = clock() - begun
         return engine
 
     @property
     def worker_pid(self) -> int | None:
         """The worker's process id; None while there is none that takes Jobs."""
-        return self._process.pid if self._process and self._writer else None
+        return self._worker.pid if self._worker else None
 
     async def generate(self, job: Job) -> AsyncGenerator[Step, None]:
         """Run a Job. Close the iterator to cancel it.
@@ -127,12 +136,12 @@ class LlamaCppEngine:
 
     async def _write(self, job: Job) -> AsyncGenerator[Step, None]:
         """Run a Job in the worker."""
-        if self._failure is not None:
-            raise self._failure
+        if self._has_failed:
+            raise _unavailable()
         live = _Live(job)
         self._live[job.id] = live
-        self._send(("submit", job))
         try:
+            self._send(("submit", job))
             while True:
                 step = await live.steps.get()
                 if isinstance(step, Exception):
@@ -148,118 +157,114 @@ class LlamaCppEngine:
         """Ask the worker for its own counters: running and waiting Jobs, decoded tokens, steps.
 
         Raises:
-            EngineUnavailable: there is no worker now.
+            EngineUnavailable: there is no worker now, or it does not answer.
         """
-        if self._writer is None:
-            raise EngineUnavailable("the engine is being started again")
+        if self._worker is None:
+            raise _unavailable()
         future: asyncio.Future[Mapping[str, int]] = asyncio.get_running_loop().create_future()
         self._counts.append(future)
         self._send(("count",))
-        return await future
+        try:
+            async with asyncio.timeout(_MEASURE_S):
+                return await future
+        except TimeoutError:
+            raise _unavailable() from None
 
     def counters(self) -> Mapping[str, int]:
         """Return what is known without asking the worker."""
-        failed = int(self._failure is not None)
-        return {"running": len(self._live), "restarts": self.num_restarts, "failed": failed}
+        return {
+            "running": len(self._live),
+            "restarts": self.num_restarts,
+            "down": int(self._worker is None),
+            "failed": int(self._has_failed),
+        }
 
     async def aclose(self) -> None:
         """End the worker."""
         self._is_closing = True
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        if self._writer is not None and self._process is not None and self._settings.spill_dir is not None:
-            self._writer.close()  # The worker then spills what it has, and ends by itself.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _SPILL_TIMEOUT_S)
-        await self._end_worker()
+        self._started.cancel()
+        await self._supervisor.aclose()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._end_all(_unavailable())
 
     # -- the worker ---------------------------------------------------------------------------------------------------
 
-    async def _end_worker(self) -> int | None:
-        """Kill the worker, wait until it is gone and all it said is read; return its exit code. None: there was none.
+    async def _work(self) -> None:
+        """Run a worker for as long as it lives."""
+        try:
+            async with running_worker(self._settings, self._environment, self._spawn, self._grace_s) as worker:
+                await worker.load(self._load_vocabulary)
+                self._enter(worker)
+                try:
+                    await worker.run(self._dispatch, lambda: bool(self._live or self._counts))
+                except Exception as error:
+                    self._leave(error)
+                    raise
+        except Exception as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+            await asyncio.Event().wait()  # Whoever starts the engine ends this.
 
-        Only then has asyncio let go of the process: an event loop that closes earlier complains on standard error.
-        """
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        with suppress(ProcessLookupError):
-            process.kill()
-        code = await process.wait()
-        await self._reading_errors
-        return code
+    def _grace_s(self) -> float:
+        return _SPILL_S if self._is_closing and self._worker and self._settings.spill_dir is not None else 0.0
+
+    def _enter(self, worker: Worker) -> None:
+        """Take a worker that is ready, and pass on to it what runs."""
+        self._worker = worker
+        self._has_failed = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        if self._started.done():
+            self.num_restarts += 1
+            self._supervisor.recovered(self._name)
+            _log.warning("%s runs again, with %d requests", self._name, len(self._live))
+        else:
+            self._started.set_result(None)
+        for live in list(self._live.values()):
+            try:
+                self._send(("submit", live.remaining()))
+            except Exception:  # noqa: BLE001 - it must not keep the others from going on
+                _log.exception("a request cannot go on")
+                self._fail(live, GenerationFailed("the engine died, and this request cannot go on"))
+
+    def _leave(self, error: Exception) -> None:
+        """Leave a worker that is of no use any more. Who waits for it waits for the next, unless it was the second."""
+        self._worker = None
+        self._wait(error)
+        while self._counts:
+            future = self._counts.popleft()
+            if not future.done():
+                future.set_exception(_unavailable())
+        for live in list(self._live.values()):
+            live.num_deaths += 1
+            if live.num_deaths >= _MAX_DEATHS:
+                self._fail(live, GenerationFailed("the engine died twice while it worked on this request"))
+
+    def _wait(self, error: Exception) -> None:
+        """Begin to lose patience, unless that has begun."""
+        if self._patience is None:
+            patience_s = _PATIENCE_S + 2 * self._start_s
+            self._patience = asyncio.get_running_loop().call_later(patience_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """Let nobody wait any more. The worker is tried to be started all the same."""
+        self._has_failed = True
+        _log.error("%s cannot be started for now: requests are refused until it runs again", self._name)
+        self._end_all(_unavailable())
 
     def _send(self, command: tuple[Any, ...]) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack(command))
+        if self._worker is not None:
+            self._worker.send(command)
 
-    async def _start_worker(self, read_too: Callable[[int], None] | None = None) -> asyncio.StreamReader:
-        """Start a process, let it load the model; return its events.
+    async def _load_vocabulary(self, context_length: int) -> None:
+        """Read the model's file here as well, at the first start."""
+        if not self._started.done():
+            await ASIDE.run(self._read_vocabulary, context_length)
 
-        Once it has found the file to be a model, `read_too` reads it as well, in a thread, with the model's context
-        length.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs, blocked_in_children():
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "legato.engines.llamacpp.worker",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                env=dict(self._environment),
-            )
-        self._reading_errors = asyncio.create_task(self._read_errors(self._process))
-        reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(pack(self._settings))
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                event, value = await _receive(reader)
-                if event == "loaded":
-                    reading = [asyncio.to_thread(read_too, value)] if read_too else []
-                    await asyncio.gather(_receive(reader), *reading)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-            writer.close()
-            if not isinstance(error, TimeoutError):
-                await self._process.wait()  # It has died by itself: how, is worth telling.
-            code = await self._end_worker()
-            assert code is not None
-            raise ConfigError(self._describe_death(code)) from None
-        except BaseException:
-            writer.close()
-            raise
-        if event == "refused":
-            writer.close()
-            await self._end_worker()
-            raise ConfigError(value)
-        self._writer = writer
-        return reader
-
-    def _describe_death(self, code: int) -> str:
-        if code == -signal.SIGILL:
-            return _REINSTALL
-        if code == -signal.SIGKILL:
-            return f"the engine was killed while it loaded {self._settings.path}: probably memory does not suffice"
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        last = f": {self._errors[-1]}" if self._errors else ""
-        return f"the engine died ({name}) while it loaded {self._settings.path}{last}"
-
-    async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
-        """Keep the last lines that native code wrote before it died."""
-        assert process.stderr is not None
-        async for line in process.stderr:
-            text = line.decode("utf-8", "replace").strip()
-            if text:
-                self._errors.append(text)
-
-    def _load_vocabulary(self, context_length: int) -> None:
+    def _read_vocabulary(self, context_length: int) -> None:
         from legato.engines.llamacpp.binding import Vocabulary
 
         vocabulary = Vocabulary.load(self._settings.path)
@@ -268,52 +273,14 @@ class LlamaCppEngine:
         self.seam = Seam(vocabulary)
         self.profile = profile_from_metadata(vocabulary.metadata, special, context_length)
 
-    async def _run(self, reader: asyncio.StreamReader) -> None:
-        """Hand out events; start the worker again when it dies."""
-        while True:
-            try:
-                while True:
-                    self._dispatch(*await _receive(reader))
-            except (asyncio.IncompleteReadError, ConnectionError):
-                pass
-            await self._end_worker()
-            while self._counts:
-                self._counts.popleft().set_exception(EngineUnavailable("the engine died"))
-            if self._is_closing:
-                return
-            self.num_restarts += 1
-            for live in list(self._live.values()):
-                live.num_deaths += 1
-                if live.num_deaths >= _MAX_DEATHS:
-                    self._fail(live, GenerationFailed("the engine died twice while it worked on this request"))
-            restarted = await self._restart()
-            if restarted is None:
-                return
-            reader = restarted
-            for live in self._live.values():
-                self._send(("submit", live.remaining()))
-
-    async def _restart(self) -> asyncio.StreamReader | None:
-        """Start the worker again, in a few tries; None: it cannot be had, and every Job has failed."""
-        reason = ""
-        for _ in range(_MAX_STARTS):
-            if self._is_closing:
-                return None
-            try:
-                reader = await self._start_worker()
-            except ConfigError as error:
-                reason = error.message
-            else:
-                return reader
-        self._failure = EngineUnavailable(f"the engine died and could not be started again: {reason}")
-        for live in list(self._live.values()):
-            self._fail(live, self._failure)
-        return None
-
     def _dispatch(self, event: str, value: Any) -> None:
         if event == "counts":
-            self._counts.popleft().set_result(value)
+            future = self._counts.popleft()
+            if not future.done():
+                future.set_result(value)
             return
+        if event != "steps":
+            raise ValueError(f"the engine says {event!r}, which means nothing")
         for job_id, step in value:
             live = self._live.get(job_id)
             if live is None:
@@ -331,12 +298,14 @@ class LlamaCppEngine:
             if step.finish is not None:
                 del self._live[job_id]
 
+    def _end_all(self, error: LegatoError) -> None:
+        for live in list(self._live.values()):
+            self._fail(live, error)
+
     def _fail(self, live: _Live, error: Exception) -> None:
         del self._live[live.job.id]
         live.steps.put_nowait(error)
 
 
-async def _receive(reader: asyncio.StreamReader) -> tuple[str, Any]:
-    size = int.from_bytes(await reader.readexactly(4), "big")
-    message: tuple[str, Any] = pickle.loads(await reader.readexactly(size))
-    return message
+def _unavailable() -> EngineUnavailable:
+    return EngineUnavailable("the engine has ended and is being started again; try again in 5 s")

@@ -4,9 +4,9 @@ Run as `python -m legato.engines.llamacpp.worker FD`. It receives pickled comman
 with pickled events, each behind its length (4 bytes). It ends when the socket does; signals that end the server do not
 reach it (`legato.signals`). The peer is the process that started it, so pickles may be trusted.
 
-Commands: `WorkerSettings` once, then ("submit", Job), ("cancel", Job id), ("count",).
-Events: ("loaded", context length) and ("ready", None), or ("refused", reason); then ("steps", [(Job id, Step or error),
-...]), ("counts", counters).
+Commands: `WorkerSettings` once, then ("submit", Job), ("cancel", Job id), ("count",), ("ping",).
+Events: ("loaded", context length) and ("ready", seconds that a full batch takes), or ("refused", reason); then
+("steps", [(Job id, Step or error), ...]), ("counts", counters), ("pong", None).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,9 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
     for num, exact in ((1, True), (2, True), (64, False)):
         batch.clear()
         batch.add(0, 0, [0] * num, num_wanted=1)
+        begun = time.perf_counter()
         model.decode(batch, exact=exact)
+        batch_s = (time.perf_counter() - begun) * MAX_BATCH / num
         model.forget(0, 0)
     scheduler = Scheduler(
         model,
@@ -138,7 +141,7 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
         max_sequences=MAX_SEQUENCES,
         spill=spill,
     )
-    peer.send(("ready", None))
+    peer.send(("ready", batch_s))
     while True:
         try:
             commands = peer.receive(wait=scheduler.is_idle)
@@ -153,6 +156,8 @@ def _serve(peer: _Peer, settings: WorkerSettings) -> None:
                     scheduler.cancel(*arguments)
                 case "count":
                     peer.send(("counts", scheduler.counters()))
+                case "ping":
+                    peer.send(("pong", None))
         if not scheduler.is_idle:
             steps = scheduler.step()
             if steps:
