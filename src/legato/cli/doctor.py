@@ -80,10 +80,14 @@ async def _try(settings: Settings, name: str) -> str:
 
 
 def _port(settings: Settings) -> tuple[bool, str]:
-    from legato.server.run import listen
+    from legato.server.run import listen, max_connections
 
+    try:
+        num = max_connections(settings.limits)
+    except ConfigError as error:
+        return False, error.message
     try:
         listen(settings.server).close()
     except ConfigError as error:
         return False, f"{error.message}; choose another with `--port`"
-    return True, f"{settings.server.host} port {settings.server.port} is free"
+    return True, f"{settings.server.host} port {settings.server.port} is free, for at most {num} connections"

@@ -121,11 +121,11 @@ def max_connections(limits: LimitSettings) -> int:
     """
     num_files = max_open_files()
     most = num_files - _NUM_OTHER_FILES
-    if limits.max_connections > most:
-        raise ConfigError(
-            f"`limits.max_connections` must be at most {max(0, most)} where a process may open {num_files} files "
-            f"(`ulimit -n`), got {limits.max_connections}"
-        )
     if most < 1:
         raise ConfigError(f"this process may open {num_files} files (`ulimit -n`); it needs {_NUM_OTHER_FILES + 32}")
+    if limits.max_connections > most:
+        raise ConfigError(
+            f"`limits.max_connections` must be at most {most} where a process may open {num_files} files "
+            f"(`ulimit -n`), got {limits.max_connections}"
+        )
     return limits.max_connections or min(most, num_files - num_files // 4, _MAX_CONNECTIONS)
