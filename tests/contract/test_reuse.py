@@ -231,6 +231,25 @@ def test_deterministic_is_exact_to_the_last_bit() -> None:
     asyncio.run(check())
 
 
+def test_a_short_prompt_takes_nothing_that_a_long_one_has_read_fast() -> None:
+    async def check() -> None:
+        async with engine_with() as engine:
+            long = job_for(engine, head_of(engine, 300, "A memo. "), max_tokens=4)
+            short = replace(job_for(engine, head_of(engine, 40, "A memo. "), max_tokens=8), logprobs=0)
+            cold = await steps_of(engine, replace(short, cache_salt="cold"))
+            await steps_of(engine, long)
+            behind = await steps_of(engine, short)
+            assert behind[0].num_cached == 0
+            assert (data_of(behind), scores(behind)) == (data_of(cold), scores(cold))
+            # The other way round nothing is lost: who may read fast takes what was read exactly.
+            again = await steps_of(engine, replace(short, cache_salt="other"))
+            longer = await steps_of(engine, replace(long, id="longer", cache_salt="other"))
+            assert again[0].num_cached == 0
+            assert longer[0].num_cached >= 36
+
+    asyncio.run(check())
+
+
 def test_what_goes_wrong_for_one_job_ends_that_job_alone() -> None:
     async def check() -> None:
         async with engine_with() as engine:

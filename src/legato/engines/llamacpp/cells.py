@@ -395,4 +395,4 @@ def _num_cells(slots: Iterable[Slot]) -> int:
 
 def _namespace(salt: str, is_exact: bool) -> str:
     """Return what spilled sequences are kept under."""
-    return salt if is_exact else f"{salt} fast"
+    return f"{salt} {'exact' if is_exact else 'fast'}"
