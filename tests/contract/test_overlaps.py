@@ -56,7 +56,7 @@ class Bench:
         self.seam = Seam(vocabulary)
         control = {id: vocabulary.pieces[id] for id in vocabulary.control_ids}
         self.profile = profile_from_metadata(vocabulary.metadata, control, self.model.context_length)
-        self._alone: dict[tuple[str, Sampling], bytes] = {}
+        self._alone: dict[tuple[str, int, float], bytes] = {}
 
     def job(self, id: str, text: str, sampling: Sampling, max_tokens: int = 10) -> Job:
         (prompt,) = render(CompletionRequest("", Text((text,))), self.profile, self.model.vocabulary, self.seam)
@@ -75,10 +75,10 @@ class Bench:
 
     def alone(self, text: str, sampling: Sampling) -> bytes:
         """Return what a Job writes on an empty cache."""
-        if (text, sampling) not in self._alone:
-            written = run(self.scheduler(), [self.job("alone", text, sampling)])
-            self._alone[text, sampling] = written["alone"]
-        return self._alone[text, sampling]
+        key = (text, sampling.seed, sampling.temperature)
+        if key not in self._alone:
+            self._alone[key] = run(self.scheduler(), [self.job("alone", text, sampling)])["alone"]
+        return self._alone[key]
 
 
 def run(scheduler: Scheduler, jobs: list[Job], pauses: Iterator[int] | None = None) -> dict[str, bytes]:
