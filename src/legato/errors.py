@@ -235,7 +235,7 @@ class BudgetSpent(CapacityError):
 
 
 class Overloaded(CapacityError):
-    """The request waited too long for a place."""
+    """The request waited too long for its turn."""
 
 
 class StoreUnavailable(CapacityError):

@@ -30,6 +30,7 @@ class Model:
     engine: Engine
     admission: Admission
     checker: Checker = field(default_factory=Checker)
+    """May be that of other models as well."""
 
 
 class Models:
@@ -106,10 +107,11 @@ async def load_models(settings: Settings) -> Models:
         ConfigError: a file is missing or no model, memory does not suffice, or an alias names nothing.
     """
     models: dict[str, Model] = {}
+    checker = Checker()
     try:
         for name, model in settings.models.items():
             engine = await _start(name, model, settings.data_dir)
-            models[name] = Model(name, engine, _admission(settings.limits))
+            models[name] = Model(name, engine, _admission(settings.limits), checker)
         return Models(models, settings.aliases)
     except BaseException:
         for started in models.values():

@@ -17,6 +17,7 @@ from hashlib import blake2b
 
 from legato.admission import Claim
 from legato.blocks import Ending, Indent, Line, block
+from legato.checker import Allowance
 from legato.continuation import Continuation
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.loops import Cycle
@@ -24,12 +25,14 @@ from legato.models import Model
 from legato.prompting import render
 from legato.supervisor import beside, together
 from legato.text import Assembler, Channels, Piece, Utf8
+from legato.threads import CONSTRAINTS, PLANS, SHORT_CONSTRAINTS, Threads
 from legato.types import (
     Accepted,
     Answer,
     Chat,
     CompletionRequest,
     Constraint,
+    ConstraintOptions,
     Delta,
     Finished,
     FinishReason,
@@ -50,7 +53,7 @@ from legato.types import (
     Usage,
 )
 
-__all__ = ["Event", "Report", "Run", "choose_best", "collect", "plan", "total_usage"]
+__all__ = ["Event", "Report", "Run", "choose_best", "collect", "plan", "planners", "total_usage"]
 
 Event = Accepted | Delta | Finished
 
@@ -58,6 +61,10 @@ DEFAULT_MAX_TOKENS = 16
 """Of a raw prompt or an infill, as OpenAI has it; a chat's default is the rest of the context."""
 _GREEDY_BELOW = 1e-4
 """A temperature under this is greedy: dividing logits by it would leave the range of single precision."""
+_SHORT_BODY = 32 * 1024
+"""Bytes; a longer one takes long to be parsed and tokenised."""
+_SHORT_CONSTRAINT = 4096
+"""Characters."""
 _MAX_DELAY = 8
 """Tokens of thinking beyond the budget, while there is no good place for the closing tag."""
 
@@ -325,11 +332,23 @@ async def _until(
     yield Step(finish="length")
 
 
+def planners(num_bytes: int, constraint: ConstraintOptions | None = None) -> Threads | None:
+    """Return the threads in which a body of so many bytes is read, or planned; None: that takes no time.
+
+    Nobody without a constraint waits for one, and short constraints do not wait for long ones.
+    """
+    if constraint is not None:
+        is_short = len(constraint.text) <= _SHORT_CONSTRAINT
+        return SHORT_CONSTRAINTS if is_short else CONSTRAINTS
+    return PLANS if num_bytes > _SHORT_BODY else None
+
+
 def plan(request: CompletionRequest, model: Model) -> Run:
     """Settle everything a request leaves open: defaults, limits, the seed.
 
     Raises:
         RequestError: the request cannot be run by this model.
+        Overloaded: its constraint could not be tried.
     """
     engine = model.engine
     _check_capabilities(request, model)
@@ -349,6 +368,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
     request = replace(request, model=request.model or model.name, sampling=replace(request.sampling, seed=seed))
     num_drawn = request.num_drawn or request.num_choices
     jobs: list[Job] = []
+    allowance = Allowance()
     clipped = False
     for prompt in prompts:
         room = engine.profile.context_length - prompt.num_tokens
@@ -363,7 +383,7 @@ def plan(request: CompletionRequest, model: Model) -> Run:
         clipped = clipped or (request.max_tokens or 0) > room
         job = _job(request, prompt, min(wanted, room), sampling, reference, _stop_ids(request, model))
         job = replace(job, max_round_tokens=size, thinking=_thinking(request, job, model))
-        job = replace(job, constraint=_constraint(request, job, model))
+        job = replace(job, constraint=_constraint(request, job, model, allowance))
         jobs += [replace(job, id=secrets.token_hex(12), choice=choice) for choice in range(num_drawn)]
     report = Report(
         seed=seed,
@@ -496,7 +516,7 @@ def _thinking(request: CompletionRequest, job: Job, model: Model) -> Thinking | 
     return replace(thinking, max_tokens=limit, max_delay=max(0, min(_MAX_DELAY, room - limit)))
 
 
-def _constraint(request: CompletionRequest, job: Job, model: Model) -> Constraint | None:
+def _constraint(request: CompletionRequest, job: Job, model: Model, allowance: Allowance) -> Constraint | None:
     """Settle where the constrained text begins, and see that it can go on as it does."""
     asked, prompt = request.constraint, job.prompt
     if asked is None:
@@ -513,7 +533,8 @@ def _constraint(request: CompletionRequest, job: Job, model: Model) -> Constrain
     pieces = model.engine.tokenizer.pieces
     channels = Channels.of(job, pieces, is_begun=True)
     if channels.channel != "content":
-        return Constraint(model.checker.check(asked, "", is_after_thinking=True), None, asked.field)
+        grammar = model.checker.check(asked, "", is_after_thinking=True, allowance=allowance)
+        return Constraint(grammar, None, asked.field)
     if is_marked and asked.start is None and job.thinking is not None:
         open, close = (
             b"".join(pieces[id] for id in ids).decode() for ids in (job.thinking.open_ids, job.thinking.close_ids)
@@ -531,7 +552,7 @@ def _constraint(request: CompletionRequest, job: Job, model: Model) -> Constrain
             at -= 1
             lead = pieces[prompt.ids[at]] + lead
     before = len(prompt.prefix[:start].encode())
-    grammar = model.checker.check(asked, begun, lead=lead.decode(), num_before=before)
+    grammar = model.checker.check(asked, begun, lead=lead.decode(), num_before=before, allowance=allowance)
     return Constraint(grammar, prompt.origin + len(prompt.heal) - len(data) - len(lead), asked.field)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from legato.errors import CapacityError, Overloaded
 
-__all__ = ["ASIDE", "CONSTRAINTS", "PLANS", "Threads"]
+__all__ = ["ASIDE", "CONSTRAINTS", "PLANS", "SHORT_CONSTRAINTS", "Threads"]
 
 _Result = TypeVar("_Result")
 
@@ -86,6 +86,9 @@ PLANS = Threads("plan", 4, max_waiting=128, max_wait_s=20, busy=_busy("reading o
 
 CONSTRAINTS = Threads("constraint", 2, max_waiting=32, max_wait_s=5, busy=_busy("trying other constraints"))
 """For requests with a constraint, which is tried first (`checker`)."""
+
+SHORT_CONSTRAINTS = Threads("short", 1, max_waiting=32, max_wait_s=5, busy=_busy("trying other constraints"))
+"""For those whose constraint is short, which most are, and which seldom takes long."""
 
 ASIDE = Threads("aside", 4, max_waiting=64, max_wait_s=20, busy=_busy("with what takes long"))
 """For the rest: loading code and vocabularies, looking at the disk."""

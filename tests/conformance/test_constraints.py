@@ -487,9 +487,45 @@ def test_hostile_constraints_stop_nobody_else(small: Served) -> None:
     assert max(gaps[3:]) < 1.5
     assert small.engine.num_restarts == 0
     # Threads of the pool are kept by it; no other is left.
-    left = [thread for thread in threading.enumerate() if thread.ident not in threads and "asyncio" not in thread.name]
+    left = [thread for thread in threading.enumerate() if thread.ident not in threads and "legato" not in thread.name]
     assert left == []
     assert answer(small, **AS_PHONE)[1] == "stop"
+
+
+def test_slow_constraints_make_nobody_else_wait(small: Served) -> None:
+    """Nobody is told that a constraint is too complex because others are."""
+
+    def slow(num: int) -> dict[str, Any]:
+        count = 5000 + num
+        rules = "\n".join(f'r{at} ::= "x" r{at + 1} | "y" r{at + 1} r{at + 1}' for at in range(count))
+        return {"guided_grammar": f'root ::= r0\n{rules}\nr{count} ::= "z"'}
+
+    def timed(ask: Callable[[], Any]) -> tuple[float, Any]:
+        begun = time.monotonic()
+        response = ask()
+        return time.monotonic() - begun, response
+
+    with ThreadPoolExecutor(16) as clients:
+        asked = [clients.submit(timed, lambda num=num: post(small, max_tokens=1, **slow(num))) for num in range(14)]  # type: ignore[misc]
+        time.sleep(0.3)
+        for _ in range(3):
+            for path in ("/health", "/ready"):
+                took_s, response = timed(lambda path=path: small.get(path))  # type: ignore[misc]
+                assert (took_s < 1, response.status_code) == (True, 200)
+            took_s, response = timed(lambda: post(small, guided_choice=["yes", "no"], max_tokens=2))
+            assert took_s < 10
+            assert response.status_code == 200 or (response.status_code, response.headers["retry-after"]) == (503, "5")
+            long = "a word and another one " * 2000
+            took_s, response = timed(lambda: small.post("/tokenize", {"content": long}))  # noqa: B023
+            assert (took_s < 2, response.status_code) == (True, 200)
+        for one in asked:
+            took_s, response = one.result()
+            assert took_s < 30
+            assert response.status_code in (400, 503)
+            words = "too complex" if response.status_code == 400 else "try again in 5 s"
+            assert words in response.json()["error"]["message"]
+            assert response.status_code == 400 or response.headers["retry-after"] == "5"
+    assert answer(small, guided_choice=["yes"]) == ("yes", "stop")
 
 
 def test_a_compiler_is_ended_with_the_server() -> None:
@@ -499,6 +535,6 @@ def test_a_compiler_is_ended_with_the_server() -> None:
         (checker,) = [pid for pid in children(os.getpid()) if pid not in before]
         assert b"legato.constraint" in Path(f"/proc/{checker}/cmdline").read_bytes()
         os.kill(checker, signal.SIGKILL)  # As the system does, where memory ends.
-        assert post(served, guided_choice=["b"]).status_code in (200, 400)
+        assert answer(served, guided_choice=["b"]) == ("b", "stop")  # Which is nobody's fault.
         assert answer(served, guided_choice=["c"]) == ("c", "stop")
     assert not Path(f"/proc/{checker}").exists()

@@ -98,7 +98,7 @@ def test_a_checker_gives_up_in_time_and_goes_on() -> None:
         start = time.monotonic()
         with pytest.raises(InvalidField, match="within 2 seconds"):
             checker.check(ConstraintOptions("grammar", f'root ::= r0\n{rules}\nr5000 ::= "z"', "f"), "")
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 20
         assert checker.check(ConstraintOptions("regex", "a", "f"), "a")
     finally:
         checker.close()

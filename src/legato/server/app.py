@@ -23,7 +23,7 @@ from legato.dialects.bodies import CommonBody
 from legato.dialects.shapes import OPENAI
 from legato.errors import MethodNotAllowed, RouteNotFound
 from legato.models import Model, Models
-from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, total_usage
+from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, planners, total_usage
 from legato.server.access import Access
 from legato.server.admin import admin_routes, check_admin
 from legato.server.generations import Generations, facts
@@ -280,11 +280,11 @@ class Generation:
             fields = parse_body(body)
             return fields, self._dialect.parse(fields)
 
-        fields, asked = await run_aside(receive, len(body), read)
+        fields, asked = await run_aside(receive, planners(len(body)), read)
         request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
         model = self._models.only(key.models).resolve(request.model)
-        is_constrained = request.constraint is not None
-        run = await run_aside(receive, len(body), lambda: plan(request, model), is_constrained=is_constrained)
+        threads = planners(len(body), request.constraint)
+        run = await run_aside(receive, threads, lambda: plan(request, model))
         if run.request.resumable and run.jobs:
             live = await self._generations.start(key, self._path, fields, run)
             scope["notes"] |= {"model": model.name, "generation": live.record.id}

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from legato.dialects.base import Answerer, KnownModel
 from legato.models import Model, Models
-from legato.pipeline import Report
+from legato.pipeline import Report, planners
 from legato.profiles import Profile
 from legato.prompting import render_open
 from legato.server.middleware import Gate
@@ -45,7 +45,7 @@ class Query:
             reply = self._answer(parse_body(data), served)
             return encode_json(reply.value), reply.ignored
 
-        body, ignored = await run_aside(receive, len(data), work)
+        body, ignored = await run_aside(receive, planners(len(data)), work)
         await send_body(send, body, status=200, headers=_ignored_header(ignored))
 
 

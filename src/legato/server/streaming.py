@@ -15,13 +15,11 @@ from starlette.types import Receive, Send
 
 from legato.errors import LegatoError
 from legato.supervisor import beside
-from legato.threads import CONSTRAINTS, PLANS
+from legato.threads import Threads
 
 __all__ = ["ClientGone", "run_aside", "send_body", "send_stream", "while_connected"]
 
 KEEP_ALIVE_S = 10.0
-_ASIDE_BYTES = 32 * 1024
-"""A body larger than this is parsed and tokenised off the event loop."""
 
 _Result = TypeVar("_Result")
 
@@ -56,19 +54,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
             raise
 
 
-async def run_aside(
-    receive: Receive, num_bytes: int, work: Callable[[], _Result], *, is_constrained: bool = False
-) -> _Result:
-    """Run `work`, in a thread if it tries a constraint, or over a large body.
+async def run_aside(receive: Receive, threads: Threads | None, work: Callable[[], _Result]) -> _Result:
+    """Run `work`, in threads if there are any for it.
 
     Raises:
         ClientGone: the client went away meanwhile.
         Overloaded: too much of its kind is waiting.
     """
-    if num_bytes <= _ASIDE_BYTES and not is_constrained:
-        return work()
-    threads = CONSTRAINTS if is_constrained else PLANS
-    return await while_connected(receive, threads.run(work))
+    return work() if threads is None else await while_connected(receive, threads.run(work))
 
 
 async def send_stream(
