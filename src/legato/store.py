@@ -38,7 +38,7 @@ from legato.errors import (
 from legato.permissions import make_folder, protect_file
 from legato.threads import Threads
 
-__all__ = ["ANYONE", "Charge", "Key", "Store", "UsageRow", "hash_key", "metadata", "store_url"]
+__all__ = ["ANYONE", "COUNTS", "Charge", "Key", "Store", "UsageRow", "add_usage", "hash_key", "metadata", "store_url"]
 
 _log = logging.getLogger("legato.store")
 _log.addHandler(logging.NullHandler())  # A command that sets up no log tells its user the reason itself.
@@ -103,11 +103,12 @@ class UsageRow:
 
     def __add__(self, other: UsageRow) -> UsageRow:
         """Return both together, under this one's day, key and model."""
-        counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         return replace(self, **counts)
 
 
-_COUNTS = tuple(option.name for option in fields(UsageRow) if option.name not in ("day", "key", "model"))
+COUNTS = tuple(option.name for option in fields(UsageRow) if option.name not in ("day", "key", "model"))
+"""What is counted, by its names in `UsageRow`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -344,9 +345,7 @@ class Store:
     def record(self, rows: Iterable[UsageRow], refunds: Iterable[Charge] = ()) -> None:
         """Add to usage, and give back what was charged and not taken, in windows that are not over."""
         with self.writing() as connection:
-            # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
-            if values := sorted(map(asdict, rows), key=lambda row: (row["day"], row["key"], row["model"])):
-                connection.execute(_adding(connection.dialect.name, _usage), values)
+            add_usage(connection, rows)
             untaken: Counter[tuple[str, str]] = Counter()
             for charge in refunds:
                 untaken.update({(charge.key, window): charge.tokens for window in charge.windows})
@@ -398,6 +397,13 @@ class Store:
             raise StoreUnavailable(_AWAY, reason=reason) from error
         if self._troubles.pop(what, None) is not None:
             _log.warning("the database can be %s again", what)
+
+
+def add_usage(connection: sa.Connection, rows: Iterable[UsageRow]) -> None:
+    """Add to usage, within a transaction that writes."""
+    # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
+    if values := sorted(map(asdict, rows), key=lambda row: (row["day"], row["key"], row["model"])):
+        connection.execute(_adding(connection.dialect.name, _usage), values)
 
 
 def _check_limits(key: Key, tokens: int, in_minute: tuple[int, int], in_month: int, now: float) -> None:

@@ -51,7 +51,9 @@ class Supervisor:
 
     def once(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work that comes to an end; cancel the task that is returned to end it early. An error is logged."""
-        return self._run(name, self._finish(name, work))
+        task = self._run(name, self._finish(name, work))
+        task.add_done_callback(lambda _: work.close())  # It may have been cancelled before it began.
+        return task
 
     def recovered(self, name: str) -> None:
         """Say that work runs well: its next pause is the first again. So it is after a minute without this."""

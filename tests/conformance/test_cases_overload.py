@@ -543,7 +543,7 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         models = Models({"m": model}, {})
         watch = Watch(models, store, supervisor, traces_url="")
         ledger = Ledger(store, supervisor)
-        generations = Generations(store, StoreSettings(), models, {}, ledger, watch)
+        generations = Generations(store, StoreSettings(), models, {}, ledger, watch, supervisor)
         generation = Generation(COMPLETIONS, dialect, models, gate, ledger, watch, generations)
         app = Watched(Guarded(gate, COMPLETIONS, dialect.encode_error, generation), watch)
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()

@@ -163,6 +163,9 @@ def test_work_that_comes_to_an_end_is_not_started_again(caplog: pytest.LogCaptur
         await supervisor.once("an answer", fails())
         assert not supervisor.down()
         assert not supervisor.restarts()
+        task = supervisor.once("what is called off before it begins", returns())
+        task.cancel()
+        await asyncio.wait([task])
         await supervisor.aclose()
 
     run(test)

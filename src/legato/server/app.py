@@ -26,12 +26,12 @@ from legato.models import Model, Models
 from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, planners, total_usage
 from legato.server.access import Access
 from legato.server.admin import admin_routes, check_admin
-from legato.server.generations import Generations, facts
+from legato.server.generations import Generations
 from legato.server.handles import handle_routes, send_live
 from legato.server.ledger import Ledger
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply, Watched
 from legato.server.openapi import REPORT_HEADERS, describe
-from legato.server.queries import Query, report_headers
+from legato.server.queries import Query, facts, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.server.watch import METRICS_TYPE, Watch
 from legato.store import ANYONE, Key, Store
@@ -83,7 +83,7 @@ def create_app(
         "/api/generate": ollama.GenerateDialect(),
     }
     resumable = {path: dialect for path, dialect in dialects.items() if issubclass(dialect.body, CommonBody)}
-    generations = Generations(store, journals, models, resumable, ledger, watch)
+    generations = Generations(store, journals, models, resumable, ledger, watch, supervisor)
     document = encode_json(describe(dialects, tuple(models.served), has_keys=bool(server.api_keys) or store.has_keys()))
 
     def generation(path: str, dialect: Dialect) -> Route:
@@ -288,7 +288,7 @@ class Generation:
         if run.request.resumable and run.jobs:
             live = await self._generations.start(key, self._path, fields, run)
             scope["notes"] |= {"model": model.name, "generation": live.record.id}
-            await send_live(live, receive, send)
+            await send_live(self._generations, live, receive, send)
             return
         async with self._ledger.account(key, run):
             with self._watch.run(run, scope["notes"]):

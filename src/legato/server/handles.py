@@ -6,30 +6,31 @@ It receives ids and returns what `Generations` has of them. It knows no fields b
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
 
-from legato.dialects.shapes import OPENAI
-from legato.errors import InvalidField, LegatoError
-from legato.server.generations import Generations, Live
+from legato.errors import InvalidField
+from legato.server.generations import Generations
+from legato.server.generations.live import Live
+from legato.server.generations.replay import failure_frames
 from legato.server.middleware import Endpoint, Gate, header
 from legato.server.queries import report_headers
 from legato.server.streaming import send_body, send_stream, while_connected
-from legato.wire import DONE, EVENTS, KEEP_ALIVE, encode_event, encode_json, parse_body
+from legato.wire import EVENTS, KEEP_ALIVE, encode_json, parse_body
 
 __all__ = ["handle_routes", "send_live"]
 
 
-async def send_live(live: Live, receive: Receive, send: Send) -> None:
-    """Send the answer of a generation that runs here, as it was asked for."""
+async def send_live(generations: Generations, live: Live, receive: Receive, send: Send) -> None:
+    """Send the answer of a generation that was started here, as it was asked for."""
     headers = report_headers(live.run.report)
     if live.run.request.output.stream:
-        await _send_events(live.follow(0), headers, receive, send)
+        await _send_events(generations.follow(live.record, 0, live), headers, receive, send)
     else:
-        await send_body(send, await while_connected(receive, live.whole()), status=200, headers=headers)
+        await send_body(send, await while_connected(receive, generations.whole(live)), status=200, headers=headers)
 
 
 async def _send_events(
@@ -37,7 +38,7 @@ async def _send_events(
 ) -> None:
     """Send events while the client is there. What writes them does not end with it."""
     async with aclosing(frames):
-        stream = send_stream(send, frames, _failure, {**headers, "content-type": EVENTS}, KEEP_ALIVE[EVENTS])
+        stream = send_stream(send, frames, failure_frames, {**headers, "content-type": EVENTS}, KEEP_ALIVE[EVENTS])
         await while_connected(receive, stream)
 
 
@@ -52,20 +53,20 @@ def handle_routes(generations: Generations, gate: Gate) -> Mapping[str, Mapping[
             "created": record.created_at,
             "model": record.body["model"],
             "status": record.state,
-            "num_events": await generations.num_events(record),
+            "num_events": record.num_entries,
             "answer": None if record.answer is None else json.loads(record.answer),
         }
         await send_body(send, encode_json(shown), status=200, headers={})
 
     async def follow(scope: Scope, receive: Receive, send: Send) -> None:
         record = await generations.find(scope["path_params"]["id"], scope["key"])
-        await _send_events(generations.follow(record, _after(scope)), {}, receive, send)
+        await _send_events(_at_once(generations.follow(record, _after(scope))), {}, receive, send)
 
     async def go_on(scope: Scope, receive: Receive, send: Send) -> None:
         given = parse_body(await gate.read_body(scope, receive))
         record = await generations.find(scope["path_params"]["id"], scope["key"])
         live = await generations.go_on(record, given, scope["key"])
-        await send_live(live, receive, send)
+        await send_live(generations, live, receive, send)
 
     async def delete(scope: Scope, receive: Receive, send: Send) -> None:
         record = await generations.find(scope["path_params"]["id"], scope["key"])
@@ -91,5 +92,9 @@ def _after(scope: Scope) -> int:
     return int(text)
 
 
-def _failure(error: LegatoError) -> Iterator[bytes]:
-    return iter((encode_event(OPENAI.error(error)), DONE))
+async def _at_once(frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Begin a stream before its first frame is there."""
+    yield b""
+    async with aclosing(frames):
+        async for frame in frames:
+            yield frame

@@ -33,6 +33,7 @@ class _Account:
     key: str
     run: Run
     charge: Charge | None
+    is_journaled: bool
     counted: UsageRow = field(default_factory=lambda: UsageRow("", "", ""))
     """What is in the books already."""
     is_over: bool = False
@@ -50,18 +51,16 @@ class Ledger:
         self._refunds: list[Charge] = []
 
     @asynccontextmanager
-    async def account(self, key: Key, run: Run) -> AsyncIterator[None]:
-        """Charge a run to its key, and count what it takes while the context is open.
+    async def account(self, key: Key, run: Run, *, is_journaled: bool = False) -> AsyncIterator[None]:
+        """Charge a run to its key, and count what it takes while the context is open. What is journaled is counted
+        with its entries.
 
         Raises:
             RateLimited, BudgetSpent, InvalidField: it may take more than the key has left; see `Store.charge`.
             StoreUnavailable: nobody knows what the key has left.
         """
         charge = await self._charge(key, run) if key.is_limited else None
-        account = _Account(key.name, run, charge)
-        if run.written:  # Counted by the process that wrote them.
-            num_prompt = run.jobs[0].prompt.num_tokens
-            account.counted = UsageRow("", "", "", 1, num_prompt, 0, len(run.written))
+        account = _Account(key.name, run, charge, is_journaled)
         self._accounts.add(account)
         try:
             yield
@@ -132,7 +131,7 @@ class Ledger:
             cached_tokens=taken.cached_tokens,
             completion_tokens=taken.completion_tokens,
         )
-        if new != old:
+        if new != old and not account.is_journaled:
             day = time.strftime("%Y-%m-%d", time.gmtime())
             self._add(
                 UsageRow(

@@ -11,17 +11,17 @@ from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
 
-from legato.dialects.base import Answerer, KnownModel
+from legato.dialects.base import Answerer, Facts, KnownModel
 from legato.models import Model, Models
-from legato.pipeline import Report, planners
+from legato.pipeline import Report, Run, planners
 from legato.profiles import Profile
 from legato.prompting import render_open
 from legato.server.middleware import Gate
 from legato.server.streaming import run_aside, send_body
-from legato.types import Chat, Tokenizer
+from legato.types import Chat, Tokenizer, Usage
 from legato.wire import encode_json, parse_body
 
-__all__ = ["Query", "report_headers"]
+__all__ = ["Query", "facts", "report_headers"]
 
 _MAX_HEADER = 2048
 """Clients and proxies refuse an answer whose headers are long, some from 4 KiB on."""
@@ -71,6 +71,24 @@ def report_headers(report: Report) -> dict[str, str]:
     if report.truncated:
         headers["legato-truncated"] = ", ".join(f"{name}={num}" for name, num in report.truncated.items())
     return headers
+
+
+def facts(run: Run, usage: Usage) -> Facts:
+    """Return the `legato` block of a body, which says the same, if it was asked for."""
+    if not run.request.output.report:
+        return {}
+    report = run.report
+    return {
+        "seed": report.seed,
+        "healed_bytes": list(report.healed_bytes),
+        "cached_tokens": usage.cached_tokens,
+        "drafted_tokens": usage.drafted_tokens,
+        "ignored": list(report.ignored),
+        "clipped": list(report.clipped),
+        "truncated": dict(report.truncated),
+        "absent": list(report.absent),
+        "rounds": usage.num_rounds,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,101 @@
+"""From a record back to what it was made of: its request, its Run, and how its dialect tells a failure.
+
+It receives records and returns values. It drives nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from legato.dialects.base import Dialect
+from legato.dialects.shapes import OPENAI
+from legato.errors import LegatoError, ModelNotFound
+from legato.journal import Record, Written
+from legato.models import Models
+from legato.pipeline import Run, plan, planners
+from legato.store import Key
+from legato.threads import PLANS
+from legato.types import Chat, CompletionRequest, Handle, Infill, Job, Mark, Source, Text
+from legato.wire import DONE, encode_event
+
+__all__ = ["Replay", "failure_frames"]
+
+
+class Replay:
+    """Knows the models that there are, and the dialects that generations may come from, by path."""
+
+    def __init__(self, models: Models, dialects: Mapping[str, Dialect]) -> None:
+        self._models = models
+        self._dialects = dialects
+
+    def request(self, record: Record, given: Mapping[str, Any], before: Written, key: Key) -> CompletionRequest:
+        """Return the request of a record, with fields that are `given` in place of its own, behind what was written,
+        with the seed that it had.
+
+        Raises:
+            RequestError: it is not right (any more).
+        """
+        request = self._dialects[record.path].parse({**record.body, **given})
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=Job.from_json(record.job).sampling.seed)
+        source = _behind(request.source, before)
+        return replace(request, source=source, sampling=sampling, caller=key.name, control_tokens=key.control_tokens)
+
+    async def run(self, record: Record) -> Run:
+        """Return the run of a generation that has lost its process, with the very Job that it had.
+
+        Raises:
+            ModelNotFound: this server does not have its model, or its path.
+            CapacityError: there is too much to do just now.
+            LegatoError: what was right once is not any more.
+        """
+        if record.path not in self._dialects:
+            raise ModelNotFound(f"this server has no path `{record.path}`")
+        run = await self.planned(record, {}, record.before, Key(record.key), self._models)
+        handle = Handle(record.id, record.created_at)
+        return replace(run, request=replace(run.request, handle=handle), jobs=(Job.from_json(record.job),), tokens=[])
+
+    async def planned(self, record: Record, given: Mapping[str, Any], before: Written, key: Key, models: Models) -> Run:
+        """Plan such a request for one of `models`, beside what else there is to do.
+
+        Raises:
+            RequestError: it cannot be run.
+            CapacityError: there is too much to do just now.
+        """
+        request = await PLANS.run(self.request, record, given, before, key)
+        threads = planners(len(record.job), request.constraint) or PLANS
+        return await threads.run(plan, request, models.resolve(request.model))
+
+    def failure(self, record: Record, error: LegatoError) -> Iterable[bytes]:
+        """Return the frames that tell a record's readers why it ended."""
+        try:
+            dialect = self._dialects[record.path]
+            return dialect.encoder(dialect.parse(dict(record.body))).failure(error)
+        except (LegatoError, LookupError):
+            return failure_frames(error)
+
+
+def failure_frames(error: LegatoError) -> Iterable[bytes]:
+    """Return the frames that tell an error where no dialect says how."""
+    return (encode_event(OPENAI.error(error)), DONE)
+
+
+def _behind(source: Source, before: Written) -> Source:
+    """Return what goes on behind what was written after a source."""
+    if before == Written():
+        return source
+    match source:
+        case Text((str() as prompt,)):
+            return replace(source, prompts=(prompt + before.text,))
+        case Text((tuple() as prompt,)):
+            return replace(source, prompts=((*prompt, before.text),))
+        case Infill():
+            return replace(source, middle=source.middle + before.text)
+        case Chat():
+            mark = source.mark or Mark("")
+            whole = Written(mark.prefix, mark.reasoning) + before
+            return replace(source, mark=replace(mark, prefix=whole.text, reasoning=whole.reasoning))
+    raise AssertionError("only one prompt is resumable")
