@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--crashes", type=int, default=4, help="How often the worker, and a server, is killed under streams."
     )
-    parser.addoption("--overlaps", type=int, default=10, help="How many overlaps of 8 Jobs a model is given.")
+    parser.addoption("--overlaps", type=int, default=5, help="How many overlaps of 8 Jobs a model is given.")
     parser.addoption("--documents", type=int, default=3, help="How many documents of 40 schemas are cut.")
     parser.addoption(
         "--typed", type=int, default=10, help="How many random sequences of typing into a gap are asked for."
