@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 import os
 import signal
+from contextlib import aclosing
 
 import pytest
 
 from legato.engines.llamacpp.engine import LlamaCppEngine
 from legato.errors import ConfigError
-from legato.types import Job, SeamOptions
+from legato.types import Job, SeamOptions, Step
 from tests.contract.test_engines import LONG, data_of, job_for, started, steps_of, until_idle
 
 
@@ -54,6 +55,27 @@ def test_closing_while_the_worker_restarts_ends(wait_s: float) -> None:
             os.kill(engine.worker_pid, signal.SIGKILL)
             await asyncio.sleep(wait_s)
             await asyncio.wait_for(engine.aclose(), 5)
+
+    asyncio.run(check())
+
+
+def test_a_worker_that_hangs_is_replaced() -> None:
+    """It is stopped while it writes: the text goes on as if nothing had happened."""
+
+    async def check() -> None:
+        async with started("llamacpp") as engine:
+            assert isinstance(engine, LlamaCppEngine)
+            job = job_for(engine, "The lamp", max_tokens=60)
+            expected = data_of(await steps_of(engine, job))
+            steps: list[Step] = []
+            async with aclosing(engine.generate(job)) as found:
+                async for step in found:
+                    steps.append(step)
+                    if len(steps) == 10:
+                        assert engine.worker_pid is not None
+                        os.kill(engine.worker_pid, signal.SIGSTOP)
+            assert data_of(steps) == expected
+            assert engine.num_restarts == 1
 
     asyncio.run(check())
 

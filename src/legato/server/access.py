@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -95,7 +96,7 @@ class _Question(Generic[_Fact]):
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = -_BELIEVED_AWAY_S
         self._fact: _Fact
-        self._said_at: float | None = None
+        self._said_at = -math.inf
         """When what is known was asked for."""
         self._error: Exception | None = None
         """Why there was no answer the last time."""
@@ -106,18 +107,18 @@ class _Question(Generic[_Fact]):
         Raises:
             StoreUnavailable: it does not answer, and did not for long.
         """
-        age_s = self._age_s()
-        if age_s > _BELIEVED_AWAY_S:
+        now = time.monotonic()
+        if now - self._said_at <= _BELIEVED_S:
+            return self._fact
+        waited_s = now - self._asked_at
+        if now - self._said_at > _BELIEVED_AWAY_S:
             await asyncio.wait((self._ask(),))
-        elif age_s > _BELIEVED_S:
-            waited_s = time.monotonic() - self._asked_at
-            if self._asking is None and (self._error is None or waited_s > _BELIEVED_S):
-                await asyncio.wait((self._ask(),), timeout=_PATIENCE_S)
-            elif self._asking is not None and waited_s < _PATIENCE_S:
-                await asyncio.wait((self._asking,), timeout=_PATIENCE_S)
-        if self._age_s() > _BELIEVED_AWAY_S:
-            assert self._error is not None
-            raise self._error.with_traceback(None)
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+        elif self._asking is None and (self._error is None or waited_s > _BELIEVED_S):
+            await asyncio.wait((self._ask(),), timeout=_PATIENCE_S)
+        elif self._asking is not None and waited_s < _PATIENCE_S:
+            await asyncio.wait((self._asking,), timeout=_PATIENCE_S)
         return self._fact
 
     async def is_answered(self) -> bool:
@@ -125,9 +126,6 @@ class _Question(Generic[_Fact]):
         asking = self._ask()
         await asyncio.wait((asking,), timeout=_PATIENCE_S)
         return asking.done() and self._error is None
-
-    def _age_s(self) -> float:
-        return float("inf") if self._said_at is None else time.monotonic() - self._said_at
 
     def _ask(self) -> asyncio.Task[None]:
         """Ask, or join those who have asked and wait."""

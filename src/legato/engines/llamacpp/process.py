@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -39,7 +40,8 @@ _MAX_ERRORS = 8192
 _TICK_S = 1.0
 """So often a silent worker is looked at. Looks are counted, not seconds: this process may have been stopped as well."""
 _MAX_STILL = 5
-"""Looks at a worker that has neither spoken nor computed nor read memory: it is stopped, or waits for what never comes.
+"""Looks at a worker that has neither spoken nor computed, nor waited for memory or a disk: it is stopped, or waits for
+what never comes.
 """
 _MAX_STILL_LOADING = 30
 """The same while it loads, perhaps from another machine's disk."""
@@ -128,9 +130,10 @@ class Child:
         return await self._process.wait()
 
     def work_done(self) -> tuple[int, ...]:
-        """Return numbers that change while it computes, or reads memory: of faults, and of ticks of the processor."""
+        """Return numbers that change while it computes, reads memory or waits for a disk."""
         fields = Path(f"/proc/{self.pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
-        return tuple(int(fields[place]) for place in (7, 9, 11, 12))
+        faults_and_ticks = (int(fields[place]) for place in (7, 9, 11, 12))
+        return (*faults_and_ticks, time.monotonic_ns() if fields[0] == "D" else 0)
 
 
 Spawn = Callable[[Mapping[str, str]], Awaitable[Child]]
