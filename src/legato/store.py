@@ -38,7 +38,19 @@ from legato.errors import (
 from legato.permissions import make_folder, protect_file
 from legato.threads import Threads
 
-__all__ = ["ANYONE", "COUNTS", "Charge", "Key", "Store", "UsageRow", "add_usage", "hash_key", "metadata", "store_url"]
+__all__ = [
+    "ANYONE",
+    "COUNTS",
+    "Batch",
+    "Charge",
+    "Key",
+    "Store",
+    "UsageRow",
+    "add_usage",
+    "hash_key",
+    "metadata",
+    "store_url",
+]
 
 _log = logging.getLogger("legato.store")
 _log.addHandler(logging.NullHandler())  # A command that sets up no log tells its user the reason itself.
@@ -107,6 +119,20 @@ class UsageRow:
         return replace(self, **counts)
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a process adds to usage in one go. Given again, it is not added again, until its next one is."""
+
+    writer: str
+    num: int
+    """Counts the batches of this writer, from 1."""
+    rows: tuple[UsageRow, ...]
+
+    def __iter__(self) -> Iterator[UsageRow]:
+        """Return its rows."""
+        return iter(self.rows)
+
+
 COUNTS = tuple(option.name for option in fields(UsageRow) if option.name not in ("day", "key", "model"))
 """What is counted, by its names in `UsageRow`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -163,12 +189,22 @@ _usage = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
 )
+_batches = sa.Table(
+    "batches",
+    metadata,
+    sa.Column("writer", sa.Text, primary_key=True),
+    sa.Column("num", sa.BigInteger, nullable=False),
+    sa.Column("day", sa.Text, nullable=False),
+)
+"""The last batch of usage that each process has written, and when."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The store
 
 _LOCK = 0x1E6A70
 """PostgreSQL's number for "somebody is migrating"."""
+_FORGOTTEN_S = 7 * 86400
+"""After so long a process that has written nothing writes nothing again that it has written before."""
 _START_S = 10.0
 """So long a start waits for others to let it write."""
 _BUSY_S = 2.0
@@ -342,9 +378,13 @@ class Store:
 
     # Usage
 
-    def record(self, rows: Iterable[UsageRow], refunds: Iterable[Charge] = ()) -> None:
-        """Add to usage, and give back what was charged and not taken, in windows that are not over."""
+    def record(self, rows: Iterable[UsageRow] | Batch, refunds: Iterable[Charge] = ()) -> None:
+        """Add to usage, and give back what was charged and not taken, in windows that are not over. A `Batch` may be
+        written again if nobody knows whether it was: then nothing of this is done twice.
+        """
         with self.writing() as connection:
+            if isinstance(rows, Batch) and not _is_new(connection, rows):
+                return
             add_usage(connection, rows)
             untaken: Counter[tuple[str, str]] = Counter()
             for charge in refunds:
@@ -404,6 +444,21 @@ def add_usage(connection: sa.Connection, rows: Iterable[UsageRow]) -> None:
     # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
     if values := sorted(map(asdict, rows), key=lambda row: (row["day"], row["key"], row["model"])):
         connection.execute(_adding(connection.dialect.name, _usage), values)
+
+
+def _is_new(connection: sa.Connection, batch: Batch) -> bool:
+    """Whether a batch was not written before; note that it is now."""
+    last = connection.execute(sa.select(_batches.c.num).where(_batches.c.writer == batch.writer)).scalar()
+    if last is not None and last >= batch.num:
+        return False
+    now = time.time()
+    values = {"num": batch.num, "day": _day(now)}
+    if last is None:
+        connection.execute(sa.insert(_batches).values(writer=batch.writer, **values))
+        connection.execute(sa.delete(_batches).where(_batches.c.day < _day(now - _FORGOTTEN_S)))
+    else:
+        connection.execute(sa.update(_batches).where(_batches.c.writer == batch.writer).values(values))
+    return True
 
 
 def _check_limits(key: Key, tokens: int, in_minute: tuple[int, int], in_month: int, now: float) -> None:

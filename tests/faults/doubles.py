@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import NoReturn
 
 import sqlalchemy as sa
@@ -68,8 +69,12 @@ class Fault:
             if self.num_calls != self.at:
                 return False
             self.hit_at = time.monotonic()
-            tried[f"resumable answers: {self.kind.value}"] += 1
+            tried[self.kind.value] += 1
         return True
+
+
+_OPENING = threading.Lock()
+"""Alembic migrates one database at a time."""
 
 
 class FaultyStore(Store):
@@ -81,6 +86,14 @@ class FaultyStore(Store):
         self.is_dead = False
         """Whether its process is: then nothing is done any more, and nothing returns until the process is gone."""
         self.released = threading.Event()
+
+    @classmethod
+    def at(cls, file: Path) -> FaultyStore:
+        """Open a file."""
+        with _OPENING:
+            store = cls.open(f"sqlite:///{file}")
+        assert isinstance(store, cls)
+        return store
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:

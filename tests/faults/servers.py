@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import sqlite3
-import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -39,8 +38,6 @@ DYING = replace(PACE, patience_s=60)
 PATH = "/v1/completions"
 TEXT = "one zwö 三"
 LONG = f"{TEXT} " * 10
-_OPENING = threading.Lock()
-"""Alembic migrates one database at a time."""
 
 _Result = TypeVar("_Result")
 
@@ -62,10 +59,7 @@ class Process:
     def __init__(
         self, file: Path, fault: Fault | None, settings: StoreSettings, clock: Clock, models: tuple[str, ...]
     ) -> None:
-        with _OPENING:
-            store = FaultyStore.open(f"sqlite:///{file}")
-        assert isinstance(store, FaultyStore)
-        self.store = store
+        self.store = FaultyStore.at(file)
         self.store.fault = fault
         self.is_reaped = False
         self.engine = ScriptedEngine(script)

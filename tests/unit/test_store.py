@@ -31,7 +31,7 @@ from legato.errors import (
     RateLimited,
     StoreUnavailable,
 )
-from legato.store import Key, Store, UsageRow, hash_key, store_url
+from legato.store import Batch, Key, Store, UsageRow, hash_key, store_url
 from tests.conftest import children
 from tests.postgresql import serve_postgresql
 
@@ -165,11 +165,12 @@ def test_who_reads_does_not_wait_for_who_writes(tmp_path: Path) -> None:
         store.create_key(Key("ann"))
 
 
-def test_a_database_that_falls_silent_is_given_up(postgresql: str) -> None:
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_database_that_falls_silent_is_given_up(url: str) -> None:
     """Its processes are stopped: connections are accepted, and nobody answers."""
-    with closing(Store.open(postgresql)) as store:
+    with closing(Store.open(url)) as store:
         store.keys()
-        folder = Path(postgresql.partition("?host=")[2])
+        folder = Path(url.partition("?host=")[2])
         main = int((folder / "data" / "postmaster.pid").read_text().split()[0])
         pids = [main, *children(main)]
         try:
@@ -187,8 +188,9 @@ def test_a_database_that_falls_silent_is_given_up(postgresql: str) -> None:
         store.keys()
 
 
-def test_a_statement_that_takes_too_long_is_given_up(postgresql: str) -> None:
-    with closing(Store.open(postgresql)) as store:
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_statement_that_takes_too_long_is_given_up(url: str) -> None:
+    with closing(Store.open(url)) as store:
         begun = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught, store.reading() as connection:
             connection.execute(sa.text("SELECT pg_sleep(60)"))
@@ -357,6 +359,24 @@ def test_what_is_given_back_after_the_minute_changes_only_the_month(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Usage
+
+
+def test_usage_that_is_written_again_is_added_once(opened: Store, clock: Callable[[float], None]) -> None:
+    """With what is given back with it; also a week later, unless the process has been silent for so long."""
+    key = Key("ann", tokens_per_month=1000)
+    opened.create_key(key)
+    charge = opened.charge(key, 900)
+    row = UsageRow("2026-11-30", "ann", "m", 1, 20, 3, 4)
+    first, second, there = Batch("here", 1, (row,)), Batch("here", 2, (row,)), Batch("there", 1, (row,))
+    for batch in (first, first, there, first, second, second, first):
+        opened.record(batch, [replace(charge, tokens=100)])
+    assert opened.usage() == [row + row + row]
+    with pytest.raises(BudgetSpent, match="has taken or asked for 600,"):
+        opened.charge(key, 401)
+    clock(NOW + 86400 * 8)
+    opened.record(Batch("new", 1, ()))
+    with opened.reading() as connection:
+        assert connection.execute(sa.text("SELECT writer FROM batches")).scalars().all() == ["new"]
 
 
 def test_usage_adds_up(opened: Store) -> None:

@@ -7,23 +7,24 @@ format.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from legato.clock import Clock
 from legato.errors import StoreUnavailable
 from legato.pipeline import Run
-from legato.store import Charge, Key, Store, UsageRow
+from legato.server.outage import Outage
+from legato.store import Batch, Charge, Key, Store, UsageRow
 from legato.supervisor import Supervisor
 from legato.types import Usage
 
 __all__ = ["Ledger"]
 
-_log = logging.getLogger("legato.server")
-
 _EVERY_S = 0.5
+_LAST_PAUSES_S = (0.2, 0.5, 1.0, 0.0)
+"""Behind each attempt to write the rest when the server ends."""
 
 
 @dataclass(eq=False)
@@ -42,13 +43,19 @@ class _Account:
 class Ledger:
     """Keeps the books of one server."""
 
-    def __init__(self, store: Store, supervisor: Supervisor) -> None:
+    def __init__(self, store: Store, supervisor: Supervisor, clock: Clock = Clock()) -> None:  # noqa: B008 - frozen
         self._store = store
         self._supervisor = supervisor
+        self._clock = clock
         self._accounts: set[_Account] = set()
         self._rows: dict[tuple[str, str, str], UsageRow] = {}
         """What is to be written, by day, key and model."""
         self._refunds: list[Charge] = []
+        self._writer = secrets.token_hex(8)
+        self._num_batches = 0
+        self._unwritten: tuple[Batch, Sequence[Charge]] | None = None
+        """What was written last, as long as nobody knows whether it was."""
+        self._outage = Outage("usage is kept in memory")
 
     @asynccontextmanager
     async def account(self, key: Key, run: Run, *, is_journaled: bool = False) -> AsyncIterator[None]:
@@ -76,7 +83,10 @@ class Ledger:
         finally:
             writing.cancel()
             await asyncio.wait((writing,))
-            await self._write()
+            for pause_s in _LAST_PAUSES_S:
+                if await self._write():
+                    break
+                await asyncio.sleep(pause_s)
 
     async def _charge(self, key: Key, run: Run) -> Charge:
         prompts = sum(job.prompt.num_tokens for job in run.jobs[:: run.num_drawn])
@@ -94,29 +104,26 @@ class Ledger:
             await asyncio.sleep(_EVERY_S)
             await self._write()
 
-    async def _write(self) -> None:
+    async def _write(self) -> bool:
+        """Write what was counted, and return whether that was possible. What nobody knows to be written is written
+        again as it was.
+        """
         for account in [*self._accounts]:
             self._count(account)
-        if not self._rows and not self._refunds:
-            return
-        rows, refunds = self._rows, self._refunds
-        self._rows, self._refunds = {}, []
-        is_written = False
-
-        def write() -> None:
-            nonlocal is_written
-            self._store.record(rows.values(), refunds)
-            is_written = True
-
         try:
-            await self._store.writes.run(write)
+            while self._unwritten or self._rows or self._refunds:
+                if self._unwritten is None:
+                    self._num_batches += 1
+                    batch = Batch(self._writer, self._num_batches, tuple(self._rows.values()))
+                    self._unwritten = batch, self._refunds
+                    self._rows, self._refunds = {}, []
+                await self._store.writes.run(self._store.record, *self._unwritten)
+                self._unwritten = None
         except StoreUnavailable as error:
-            _log.error("usage is kept until the database answers: %s", error.message)
-        finally:
-            if not is_written:
-                for row in rows.values():
-                    self._add(row)
-                self._refunds += refunds
+            self._outage.begin(error)
+            return False
+        self._outage.end()
+        return True
 
     def _count(self, account: _Account) -> None:
         """Take what is new of an account into the books, and close it if it is over."""
@@ -132,10 +139,9 @@ class Ledger:
             completion_tokens=taken.completion_tokens,
         )
         if new != old and not account.is_journaled:
-            day = time.strftime("%Y-%m-%d", time.gmtime())
             self._add(
                 UsageRow(
-                    day,
+                    self._clock.day(),
                     account.key,
                     run.model.name,
                     new.requests - old.requests,
