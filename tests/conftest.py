@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--overlaps", type=int, default=5, help="How many overlaps of 8 Jobs a model is given.")
     parser.addoption("--documents", type=int, default=3, help="How many documents of 40 schemas are cut.")
     parser.addoption(
+        "--places", type=int, default=3, help="At how many places of an answer each kind of garbage is sent."
+    )
+    parser.addoption(
         "--typed", type=int, default=10, help="How many random sequences of typing into a gap are asked for."
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["write_tokenizer"]
+__all__ = ["write_small_tokenizer", "write_tokenizer"]
 
 _CONTROL, _USER_DEFINED = 3, 4
 _DIGITS = {"type": "Digits", "individual_digits": True}
@@ -60,6 +60,30 @@ def write_tokenizer(gguf_file: Path, folder: Path) -> None:
             "chat_template": fields["tokenizer.chat_template"].contents(),
         },
         "config.json": {"max_position_embeddings": 2048},
+    }
+    for name, facts in files.items():
+        (folder / name).write_text(json.dumps(facts), "utf-8")
+
+
+def write_small_tokenizer(folder: Path) -> None:
+    """Write the files of a model that has a token for each byte, and for a few words."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    merges = [["t", "h"], ["th", "e"], ["Ġ", "the"], ["i", "n"], ["Ġ", "in"], ["in", "g"], ["e", "r"]]
+    words = [*sorted(ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    end = {"id": len(words), "content": "<|end|>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    template = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}"
+    files = {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [end],
+            "pre_tokenizer": _BYTE_LEVEL,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {"type": "BPE", "vocab": {word: id for id, word in enumerate(words)}, "merges": merges},
+        },
+        "tokenizer_config.json": {"eos_token": "<|end|>", "chat_template": template},
+        "config.json": {"max_position_embeddings": 512},
     }
     for name, facts in files.items():
         (folder / name).write_text(json.dumps(facts), "utf-8")

@@ -92,8 +92,9 @@ class EventReader:
     blank line has ended is not there yet.
     """
 
-    def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_EVENT_BYTES, *, is_strict: bool = False) -> None:
         self._max_bytes = max_bytes
+        self._is_strict = is_strict
         self._line: list[bytes] = []
         """The parts of the line that has not ended."""
         self._data: list[bytes] = []
@@ -104,7 +105,7 @@ class EventReader:
         """Return the data of the events that `data` completes; comments and other fields are skipped.
 
         Raises:
-            ValueError: an event does not end within `max_bytes`.
+            ValueError: an event does not end within `max_bytes`; or, if it is strict, a line is none of an event.
         """
         first, *rest = data.split(b"\n")
         self._line.append(first)
@@ -120,6 +121,8 @@ class EventReader:
                 if self._data:
                     events.append(b"\n".join(self._data))
                     self._data = []
+            elif self._is_strict and not line.startswith((b":", b"event:", b"id:", b"retry:")):
+                raise ValueError(f"a line is none of an event: {line[:40]!r}")
         if self._num_bytes > self._max_bytes:
             raise ValueError(f"an event has more than {self._max_bytes} bytes")
         return events

@@ -36,7 +36,7 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 async def whole(answer: Answer) -> bytes:
     """Read an answer and close it."""
     with closing(answer):
-        return await answer.whole()
+        return await answer.whole(2**26)
 
 
 def run(serve: Serve, check: Callable[[Ask], Awaitable[None]], *, tls: ssl.SSLContext | None = None) -> None:

@@ -152,6 +152,16 @@ def test_a_line_without_an_end_costs_what_it_is_long_and_is_given_up() -> None:
             reader.feed(line * 65)
 
 
+def test_a_line_that_is_none_of_an_event_is_refused_by_who_is_strict() -> None:
+    lines = b"event: x\nid: 1\r\nretry: 5\n: a comment\ndata: 1\n\n"
+    for line in (b"datum: 1\n", b"<html>\n", b"\xffdata: 1\n"):
+        assert EventReader().feed(lines + line + lines) == [b"1", b"1"]
+        reader = EventReader(is_strict=True)
+        assert reader.feed(lines) == [b"1"]
+        with pytest.raises(ValueError, match="none of an event"):
+            reader.feed(line)
+
+
 def test_an_unfinished_event_is_none() -> None:
     reader = EventReader()
     assert reader.feed(b"event: x\nid: 4\ndata:1\ndata: 2\n") == []

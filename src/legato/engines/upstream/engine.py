@@ -12,8 +12,8 @@ A vLLM with Legato's plug-in (`legato.vllm`) can. There the Job travels with the
 the embedded engine chooses it: replay and answer are one request. If the replay does not agree, the covers are scored
 there, with a request for each inner path. A server gets no Job before it has shown that the plug-in acts.
 
-A request is made again elsewhere as long as nothing has come of it. A server that dies later loses the Job to another,
-which goes on from its tokens.
+A request is made again elsewhere as long as nothing has come of it. A server that dies later, or sends what is no
+answer, loses the Job to another, which goes on from its tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from legato.choosing import ends_of
+from legato.engines.upstream.events import Part, joined, message_of, read_part
 from legato.engines.upstream.http import HttpClient
 from legato.engines.upstream.plugin import NUM_DIGITS, decode_score, encode_request
 from legato.engines.upstream.replicas import Replicas
@@ -39,7 +40,7 @@ from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
 from legato.seam import Inner, Seam
 from legato.supervisor import together
 from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token
-from legato.wire import EventReader, encode_json
+from legato.wire import EVENTS, EventReader, encode_json
 
 __all__ = ["UpstreamEngine"]
 
@@ -53,12 +54,22 @@ _NUM_PROVING = 4
 """Tokens, drawn at random, that a server has to write to show that the plug-in acts."""
 _MAX_FAILURES = 3
 """Servers that a Job may lose until it is given up."""
-_ID = "token_id:"
-"""How vLLM writes a token in log-probabilities if it is asked for ids."""
+_MAX_EVENT_BYTES = 2**20
+_MAX_EMPTY = 1024
+"""Events of an answer beyond one for each of its tokens."""
+_MAX_REFUSAL_BYTES = 2**16
+_MAX_LIST_BYTES = 2**24
+
+
+_NOTHING = Part()
 
 
 class _Lost(Exception):
-    """A server is gone, or cannot answer now; another may."""
+    """A server is gone, cannot answer now, or sends what is no answer; another may."""
+
+
+class _BrokenOff(_Lost):
+    """One was lost that had begun to answer: others were not asked."""
 
 
 class UpstreamEngine:
@@ -142,7 +153,7 @@ class UpstreamEngine:
                 except _Lost as error:
                     num_lost += 1
                     self.num_lost += 1
-                    if not is_accepted:
+                    if not is_accepted and (num_lost >= _MAX_FAILURES or not isinstance(error, _BrokenOff)):
                         raise EngineUnavailable(f"no server of this model answers: {error}") from None
                     if num_lost >= _MAX_FAILURES:
                         raise GenerationFailed(f"{num_lost} servers were lost, the last one: {error}") from None
@@ -183,16 +194,15 @@ class UpstreamEngine:
         num_told, reason = 0, None
         agrees = None if job.prompt.heal else True
         body = self._body(job, ids, min(limit + len(self._spelling(job)), room))
-        async with aclosing(self._events(ids, body)) as events:
+        async with aclosing(self._parts(ids, body)) as parts:
             is_accepted = False
-            async for event in events:
+            async for part in parts:
                 if not is_accepted:
                     is_accepted = True
                     yield Step()
-                choice = (event.get("choices") or [{}])[0]
-                written += self._tokens(choice, job)
-                if choice.get("finish_reason") is not None:
-                    reason = choice["finish_reason"]
+                written += self._tokens(part, job)
+                if part.reason is not None:
+                    reason = part.reason
                     if written and written[-1].id in ends_of(job, self.tokenizer):
                         written.pop()
                 if agrees is None and (agrees := self._agreement(job, written)):
@@ -208,8 +218,6 @@ class UpstreamEngine:
             yield _healed(job, await self._condition(job))
         elif num_told == limit or len(written) == room:
             yield Step(finish="length")
-        elif reason is None:
-            raise _Lost("the stream ended before the answer")
         elif reason != "length" or not job.prompt.heal:
             yield Step(finish="length" if reason == "length" else "stop")
 
@@ -233,9 +241,9 @@ class UpstreamEngine:
 
     async def _replay(self, job: Job) -> list[Token]:
         """Return the tokens that the model writes for the heal bytes; none: it writes something else."""
-        choice = await self._ask(job, job.prompt.ids, len(self._spelling(job)) + 2)
+        answer = await self._ask(job, job.prompt.ids, len(self._spelling(job)) + 2)
         replayed: list[Token] = []
-        for token in self._tokens(choice, job):
+        for token in self._tokens(answer, job):
             replayed.append(token)
             if (agrees := self._agreement(job, replayed)) is not None:
                 return replayed if agrees else []
@@ -262,8 +270,14 @@ class UpstreamEngine:
         num = len(inner.ids) + 1
         fields = {"ignore_eos": True, "stop_token_ids": None, "vllm_xargs": encode_request(job, inner.ids)}
         tokens = self._tokens(await self._ask(job, job.prompt.ids, num + NUM_DIGITS, **fields), job)
-        score = decode_score([token.id for token in tokens[num:]], len(self.tokenizer.pieces))
-        return None if score == -math.inf else (score, list(tokens[:num]))
+        if len(tokens) != num + NUM_DIGITS:
+            raise _Lost("the plug-in does not act there")
+        score, cover = decode_score([token.id for token in tokens[num:]], len(self.tokenizer.pieces)), tokens[:num]
+        if score == -math.inf:
+            return None
+        if not self._agreement(job, cover):
+            raise _Lost("the plug-in does not act there")
+        return score, list(cover)
 
     async def _cover(self, job: Job, inner: Inner) -> tuple[float, list[Token]] | None:
         """Return the likeliest cover over an inner path and its joint log-probability; None: there is none."""
@@ -291,11 +305,8 @@ class UpstreamEngine:
         """Return the likeliest of some tokens behind `ids`, with its log-probability among all."""
         bias = {str(id): _BIAS for id in allowed}
         plain = replace(job, sampling=replace(job.sampling, temperature=0.0), min_tokens=0, logprobs=0)
-        choice = await self._ask(plain, ids, 1, logit_bias=bias)
-        tokens = self._tokens(choice, plain)
-        if not tokens:
-            return Token(-1, b"")
-        return tokens[0]
+        tokens = self._tokens(await self._ask(plain, ids, 1, logit_bias=bias), plain)
+        return tokens[0] if tokens else Token(-1, b"")
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -333,28 +344,18 @@ class UpstreamEngine:
             "seam": "none",
         }
 
-    async def _ask(self, job: Job, ids: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
-        """Return the choice of a whole answer: the fold of its events. `fields` go before those of the Job."""
+    async def _ask(self, job: Job, ids: Sequence[int], max_tokens: int, **fields: Any) -> Part:
+        """Return a whole answer: the fold of its events. `fields` go before those of the Job."""
         body = {**self._body(job, ids, max_tokens), **fields}
-        choice: dict[str, Any] = {"text": "", "token_ids": [], "logprobs": None, "finish_reason": None}
-        async with aclosing(self._events(ids, body)) as events:
-            async for event in events:
-                for part in event.get("choices") or ():
-                    choice["text"] += part.get("text") or ""
-                    choice["token_ids"] += part.get("token_ids") or []
-                    for key, values in (part.get("logprobs") or {}).items():
-                        choice["logprobs"] = choice["logprobs"] or {}
-                        choice["logprobs"].setdefault(key, []).extend(values or [])
-                    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-        if choice["finish_reason"] is None:
-            raise _Lost("the stream ended before the answer")
-        return choice
+        async with aclosing(self._parts(ids, body)) as parts:
+            return joined([part async for part in parts])
 
-    async def _events(self, ids: Sequence[int], body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream, an empty one first; servers are tried in turn until one has answered.
+    async def _parts(self, ids: Sequence[int], body: Mapping[str, Any]) -> AsyncGenerator[Part, None]:
+        """Yield the parts of an answer, an empty one first; servers are tried in turn until one has answered.
 
         Raises:
-            _Lost: none answers, or the one that did is gone.
+            _Lost: none answers.
+            _BrokenOff: the one that did is gone.
         """
         reason = "there is none"
         for url in self._replicas.order(ids):
@@ -363,10 +364,10 @@ class UpstreamEngine:
                 if self._has_plugin and url not in self._proven:
                     await self._prove(url)
                 with self._replicas.running(url, ids):
-                    async with aclosing(self._post(url, body)) as events:
-                        async for event in events:
-                            is_answered = is_answered or bool(event)
-                            yield event
+                    async with aclosing(self._post(url, body)) as parts:
+                        async for part in parts:
+                            is_answered = is_answered or part != _NOTHING
+                            yield part
                 if is_answered:
                     self._replicas.worked(url)
                     return
@@ -376,26 +377,43 @@ class UpstreamEngine:
                 self._proven.discard(url)
                 reason = f"{url}: {str(error) or type(error).__name__}"
                 if is_answered:
-                    break
+                    raise _BrokenOff(reason) from None
         raise _Lost(reason)
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield an empty event when a server takes a request on, and then those of its stream, which is read to its end
+    async def _post(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[Part, None]:
+        """Yield an empty part when a server takes a request on, and then those of its stream, which is read to its end
         so that its connection can be kept.
+
+        Raises:
+            _Lost: it sends what is no answer.
+            OSError: it is gone.
+            GenerationFailed: it refuses the request.
         """
-        reader = EventReader()
+        reader = EventReader(_MAX_EVENT_BYTES, is_strict=True)
+        num_ids = len(self.tokenizer.pieces)
         with closing(await self._client.ask("POST", url, "/v1/completions", encode_json(body))) as answer:
             if answer.status != 200:
-                self._refuse(answer.status, (await answer.whole()).decode("utf-8", "replace"))
-            yield {}
+                self._refuse(answer.status, await answer.whole(_MAX_REFUSAL_BYTES))
+            if answer.kind not in ("", EVENTS):
+                raise _Lost(f"it answers with `{answer.kind}` where `{EVENTS}` was asked for")
+            yield _NOTHING
+            has_ended = False
+            num_tokens, num_events = body["max_tokens"] + 1, body["max_tokens"] + _MAX_EMPTY
             while (piece := await answer.piece()) is not None:
-                for data in reader.feed(piece):
-                    if data == b"[DONE]":
-                        continue
-                    event = json.loads(data)
-                    if event.get("error"):
-                        raise _Lost(_message(event))
-                    yield event
+                try:
+                    for data in reader.feed(piece):
+                        if data != b"[DONE]":
+                            part = read_part(data, num_ids)
+                            num_tokens -= len(part.ids)
+                            num_events -= 1
+                            if num_tokens < 0 or num_events < 0:
+                                raise ValueError("it is longer than what was asked for")
+                            yield part
+                            has_ended = has_ended or part.reason is not None
+                except ValueError as error:
+                    raise _Lost(f"it sends what is no answer: {error}") from None
+            if not has_ended:
+                raise _Lost("its stream ends before the answer")
 
     async def _prove(self, url: str) -> None:
         """See that the plug-in acts on a server: it writes tokens there that no model would.
@@ -409,28 +427,27 @@ class UpstreamEngine:
         job = Job("", 0, prompt, _NUM_PROVING, Sampling(seed=0, temperature=0.0), ignore_end=True)
         body = {**self._body(job, prompt.ids, _NUM_PROVING), "vllm_xargs": encode_request(job, drawn)}
         written: list[int] = []
-        async with aclosing(self._post(url, body)) as events:
-            async for event in events:
-                for choice in event.get("choices") or ():
-                    written += choice.get("token_ids") or []
+        async with aclosing(self._post(url, body)) as parts:
+            async for part in parts:
+                written += part.ids
         if written != drawn:
             raise _Lost("`upstream_plugin` is set, but the plug-in does not act there")
         self._proven.add(url)
 
-    def _refuse(self, status: int, text: str) -> None:
+    def _refuse(self, status: int, body: bytes) -> NoReturn:
         """Raise what a server's refusal means.
 
         Raises:
-            _Lost: it cannot answer now.
+            _Lost: it cannot answer now, or says nothing that is an answer.
             GenerationFailed: it never will.
         """
         try:
-            message = _message(json.loads(text))
-        except ValueError:
-            message = text[:200]
-        if status in (408, 429) or status >= 500:
-            raise _Lost(f"status {status}: {message}")
-        raise GenerationFailed(f"the model's server refuses the request ({status}): {message}")
+            message = message_of(json.loads(body))
+        except (ValueError, RecursionError):
+            message = body[:200].decode("utf-8", "replace")
+        if 400 <= status < 500 and status not in (408, 429):
+            raise GenerationFailed(f"the model's server refuses the request ({status}): {message}")
+        raise _Lost(f"status {status}: {message}")
 
     async def _first_model(self) -> str:
         """Return the name of the first model that a server lists.
@@ -444,39 +461,33 @@ class UpstreamEngine:
                 with closing(await self._client.ask("GET", url, "/v1/models")) as answer:
                     if answer.status != 200:
                         raise OSError(f"status {answer.status}")
-                    return str(json.loads(await answer.whole())["data"][0]["id"])
-            except (OSError, ValueError, LookupError, TypeError) as error:
+                    return str(json.loads(await answer.whole(_MAX_LIST_BYTES))["data"][0]["id"])
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 reason = f"{url}: {str(error) or type(error).__name__}"
         raise ConfigError(f"no server tells the name of its model, so set `upstream_model` ({reason})")
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, choice: Mapping[str, Any], job: Job) -> tuple[Token, ...]:
-        """Return what a choice has written. A server that tells no ids gives text, which is tokenised."""
+    def _tokens(self, part: Part, job: Job) -> tuple[Token, ...]:
+        """Return what a part has written. A server that tells no ids gives text, which is tokenised."""
         pieces = self.tokenizer.pieces
-        ids = choice.get("token_ids")
-        if not ids:
-            ids = self.tokenizer.encode((choice.get("text") or "").encode(), special=False)
+        ids = part.ids or self.tokenizer.encode(part.text.encode(), special=False)
         if job.logprobs is None:
             return tuple(Token(id, pieces[id]) for id in ids)
-        scores = choice.get("logprobs") or {}
-        own, tops = scores.get("token_logprobs") or (), scores.get("top_logprobs") or ()
         return tuple(
             Token(
                 id,
                 pieces[id],
-                own[at] if at < len(own) else None,
-                self._top(tops[at] or {}, job.logprobs) if at < len(tops) else (),
+                part.logprobs[at] if at < len(part.logprobs) else None,
+                self._top(part.tops[at], job.logprobs) if at < len(part.tops) else (),
             )
             for at, id in enumerate(ids)
         )
 
-    def _top(self, scores: Mapping[str, float], num: int) -> tuple[ScoredToken, ...]:
+    def _top(self, scores: Mapping[str | int, float], num: int) -> tuple[ScoredToken, ...]:
         found = []
-        for name, logprob in scores.items():
-            ids = (
-                [int(name[len(_ID) :])] if name.startswith(_ID) else self.tokenizer.encode(name.encode(), special=True)
-            )
+        for token, logprob in scores.items():
+            ids = [token] if isinstance(token, int) else self.tokenizer.encode(token.encode(), special=True)
             if len(ids) == 1:
                 found.append(ScoredToken(ids[0], self.tokenizer.pieces[ids[0]], logprob))
         return tuple(sorted(found, key=lambda token: -token.logprob)[:num])
@@ -485,8 +496,3 @@ class UpstreamEngine:
 def _healed(job: Job, tokens: Sequence[Token]) -> Step:
     """Return the Step that tells a cover, which ends the answer if there may be nothing behind it."""
     return Step(tuple(tokens), finish=None if job.resumed(tokens).max_tokens > 0 else "length")
-
-
-def _message(body: Any) -> str:
-    error = body.get("error", body) if isinstance(body, Mapping) else body
-    return str(error.get("message", error) if isinstance(error, Mapping) else error)[:200]

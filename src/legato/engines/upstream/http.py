@@ -29,6 +29,8 @@ _MAX_IDLE = 64
 """Connections to one server that are kept without a request."""
 _MAX_PIECES = 256
 """Pieces that may wait for a reader until no more is read."""
+_MAX_HEAD_BYTES = 2**19
+"""Of an answer, and of those that come before it."""
 
 
 class HttpClient:
@@ -79,6 +81,11 @@ class Answer:
         """The status code."""
         return self._connection.status
 
+    @property
+    def kind(self) -> str:
+        """The media type of the body, without parameters; empty: the server does not tell it."""
+        return self._connection.kind.partition(";")[0].strip().lower()
+
     async def piece(self) -> bytes | None:
         """Return the next bytes of the body as they come, None at its end.
 
@@ -87,15 +94,18 @@ class Answer:
         """
         return await self._connection.piece()
 
-    async def whole(self) -> bytes:
+    async def whole(self, max_bytes: int) -> bytes:
         """Return what is left of the body.
 
         Raises:
-            OSError: as `piece`.
+            OSError: as `piece`, or there are more than `max_bytes`.
         """
         pieces = []
         while (piece := await self.piece()) is not None:
             pieces.append(piece)
+            max_bytes -= len(piece)
+            if max_bytes < 0:
+                raise ConnectionError("what it answers is too long")
         return b"".join(pieces)
 
     def close(self) -> None:
@@ -148,7 +158,8 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: deque[bytes] = deque()
         self._is_over = self._has_length = self._is_kept = False
-        self.status = 0
+        self.status, self.kind = 0, ""
+        self._num_head_bytes = 0
         self._heard_at = self._loop.time()
         self._silence = self._loop.call_later(_SILENCE_S, self._listen)
         self.transport.write(request)
@@ -210,6 +221,11 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._error = ConnectionError(f"what it sends is not HTTP: {error}")
             self.transport.abort()
+        if self.status < 200:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self._error = self._error or ConnectionError("the head of its answer does not end")
+                self.transport.abort()
         if len(self._pieces) >= _MAX_PIECES:
             self.transport.pause_reading()
         self._tell()
@@ -230,8 +246,11 @@ class _Connection(asyncio.Protocol):
             raise ConnectionError
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See how the end of the body is told."""
-        self._has_length = self._has_length or name.lower() in (b"content-length", b"transfer-encoding")
+        """See what the body is, and how its end is told."""
+        name = name.lower()
+        self._has_length = self._has_length or name in (b"content-length", b"transfer-encoding")
+        if name == b"content-type":
+            self.kind = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Begin the answer."""
