@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -319,17 +320,16 @@ def test_what_ends_is_written_and_makes_room(opened: Store) -> None:
 @pytest.fixture
 def old(url: str) -> Iterator[sa.Engine]:
     """A database of the version before leases had a beat."""
-    with closing(Store.open(url)) as store:
-        engine = store._engine
-        config = Config()
-        config.set_main_option("script_location", "legato:migrations")
-        with engine.begin() as connection:
-            for table in ("room", "texts", "entries", "generations"):
-                connection.execute(sa.text(f"DROP TABLE {table}"))
-            connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
-            config.attributes["connection"] = connection
-            command.upgrade(config, "0002")
-        yield engine
+    if url.startswith("sqlite"):
+        Path(url.removeprefix("sqlite:///")).parent.mkdir()
+    engine = sa.create_engine(url.replace("postgresql", "postgresql+psycopg"))
+    config = Config()
+    config.set_main_option("script_location", "legato:migrations")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0002")
+    yield engine
+    engine.dispose()
 
 
 def test_journals_of_an_older_version_go_on(old: sa.Engine, url: str) -> None:
