@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import timeit
+import time
 from collections.abc import Callable
 
 __all__ = ["growth"]
@@ -11,7 +11,14 @@ __all__ = ["growth"]
 def growth(work: Callable[[int], object], num: int) -> float:
     """How many times as long work takes on four times as much: 4 if it is linear, 16 if it is quadratic.
 
-    `num` should be large enough for what is quadratic to show.
+    The least of eight ratios is taken, since the machine is not ours alone. `num` should be large enough for what is
+    quadratic to show.
     """
-    few, many = (min(timeit.repeat(lambda size=size: work(size), number=1, repeat=3)) for size in (num, 4 * num))  # type: ignore[misc]
-    return many / few
+    return min(_seconds(work, 4 * num) / max(_seconds(work, num), 1e-9) for _ in range(8))
+
+
+def _seconds(work: Callable[[int], object], num: int) -> float:
+    """The processor's time, which others on the machine lengthen least."""
+    start = time.thread_time()
+    work(num)
+    return time.thread_time() - start

@@ -123,7 +123,7 @@ def test_a_cancelled_call_never_begins_or_is_waited_for() -> None:
 
 
 def test_servers_in_several_loops_share_them() -> None:
-    with some(2) as threads:
+    with some(2, max_waiting=24) as threads:
         sums: list[int] = []
 
         async def add() -> None:
