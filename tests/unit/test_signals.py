@@ -18,7 +18,7 @@ def blocked() -> set[int]:
     return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()) if number in ENDING}
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_starts_that_overlap_leave_no_signal_blocked(order: tuple[int, ...]) -> None:
     before = blocked()
     blocks = [blocked_in_children() for _ in range(3)]
