@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from legato.pipeline import Report
 from legato.server.app import create_app
 from legato.server.queries import report_headers
 from tests.conftest import empty_store
-from tests.docs.pages import DOCS, PAGES, README, ROOT
+from tests.docs.pages import DOCS, PAGES, README, ROOT, blocks
 from tests.docs.test_tables import Row, body_fields, commands, errors, settings
 
 
@@ -73,6 +75,22 @@ def test_every_request_field_is_named(page: str, bodies: tuple[type[Body], ...])
 def test_every_field_of_a_vendors_own_is_named(page: str, bodies: tuple[type[Body], ...]) -> None:
     text = read(f"dialects/{page}.md")
     assert sorted(name for body in bodies for name in body.__annotations__ if name not in text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_installs_what_its_programs_import(page: Path) -> None:
+    """Before the first of them; what comes with Python or with Legato, it need not."""
+    text = page.read_text("utf-8")
+    packages = packages_distributions()
+    missing = []
+    for block in blocks(page):
+        for name in re.findall(r"^ *(?:from|import) (\w+)", block.text if block.language == "python" else "", re.M):
+            if name in sys.stdlib_module_names or name == "legato":
+                continue
+            before = text[: text.index(block.text)]
+            if not any(re.search(rf"pip install [^\n`]*\b{package}\b", before) for package in packages[name]):
+                missing.append(name)
+    assert missing == []
 
 
 @pytest.mark.parametrize("command", commands())
