@@ -348,6 +348,7 @@ def _run(command: Sequence[str], scratch: Path, *, watch: Callable[[], None] = l
     log = scratch / "stderr"
     environment = child_environment(TMPDIR=str(scratch))
     null = subprocess.DEVNULL
+    watch()  # Before anything has come: the process may be done when it is looked at for the first time.
     with log.open("wb") as errors:
         process = subprocess.Popen(command, stdin=null, stdout=null, stderr=errors, env=environment)
     try:

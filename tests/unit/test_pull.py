@@ -317,6 +317,19 @@ def test_hub_comes_first_and_resumes(fake_hub: Callable[[bytes], None], index: I
     assert files_in(data_dir) == ["models/tiny.gguf"]
 
 
+def test_what_is_here_already_is_reported_before_anything_runs(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = wheels_folder(tmp_path) / "hub"
+    hub.parent.mkdir(parents=True)
+    hub.write_bytes(WHOLE[:100])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    reported: list[int] = []
+    with pytest.raises(ConfigError, match="could not be written"):
+        pull(entry_of(HUB), tmp_path, progress=reported.append)
+    assert reported == [100]
+
+
 def test_another_file_on_the_hub_is_not_downloaded(
     fake_hub: Callable[[bytes], None], index: Index, tmp_path: Path
 ) -> None:
