@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,64 @@ def stop(process: subprocess.Popen[bytes], number: signal.Signals) -> tuple[int,
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
     return process.returncode, errors
+
+
+def on_terminal(*arguments: str) -> tuple[bytes, str]:
+    """Return what a command prints that succeeds, and what somebody at a terminal sees meanwhile on standard error."""
+    terminal, inner = pty.openpty()
+    with subprocess.Popen([*LEGATO, *arguments], stdout=subprocess.PIPE, stderr=inner) as process:
+        os.close(inner)
+        shown = b""
+        with open(terminal, "rb", buffering=0) as seen, suppress(OSError):  # It is an error to read behind the end.
+            while data := seen.read(4096):
+                shown += data
+        printed = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, shown.decode()
+    return printed, shown.decode()
+
+
+# -- what is said beside the answer -----------------------------------------------------------------------------------
+
+
+def test_a_spinner_turns_while_the_model_is_loaded_and_the_limit_is_told() -> None:
+    printed, shown = on_terminal(*COMPLETE, "One, two, three,")
+    assert printed == output(*COMPLETE, "One, two, three,")  # Which says nothing elsewhere.
+    frames = [line for line in shown.split("\r") if line.strip()]
+    last = frames.pop()
+    assert set(frames) == {f"{frame} Loading {SMALL}" for frame in "|/-\\"}
+    assert last == "legato: cut after 4 tokens: --max-tokens allows more"
+    assert shown.endswith(f"\r{' ' * len(frames[0])}\r{last}\r\n")
+
+
+@pytest.mark.parametrize("name", ["nofile.txt", "src/no.py", "folder/nofile", "notes.md"])
+def test_a_name_without_a_file_is_continued_and_hinted_at(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    done = run(*COMPLETE, name, "--echo", "--max-tokens", "0")
+    assert (done.returncode, done.stdout.decode()) == (0, name)
+    assert done.stderr.decode() == f"legato: there is no file {name}, so this name itself is continued\n"
+
+
+@pytest.mark.parametrize("text", ["Once upon a time.", "and/or", "v1.2", "a\nb.txt", "see b.txt", "x" * 5000, "..."])
+def test_other_texts_are_texts(text: str) -> None:
+    assert output(*COMPLETE, text, "--echo", "--max-tokens", "0").decode() == text
+
+
+def test_a_folder_is_none_of_them(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("folder", "folder/", ".", str(tmp_path)):
+        assert failure(*COMPLETE, name).startswith(f"{name} is a folder")
+    assert output(*COMPLETE, "-", "--echo", "--max-tokens", "0", stdin=b"folder") == b"folder"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(["complet", "x"], "complete"), (["key", "list"], "keys"), (["keys", "creat", "x"], "create"), (["zzz"], None)],
+)
+def test_a_misspelt_command_is_answered_with_what_is_meant(arguments: Sequence[str], meant: str | None) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.endswith(f"'; did you mean '{meant}'?" if meant else "No such command 'zzz'.")
 
 
 # -- C105: bytes, locales, pipes, Ctrl-C ------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from legato.server import access
 from legato.store import Key, Store, UsageRow
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.routes import EVERY, body_on
-from tests.conformance.test_cli import alone, failure, output
-from tests.conftest import NO_TLS, SMALL, Served, children, serve, serve_process, serve_script
+from tests.conformance.test_cli import alone, failure, output, run
+from tests.conftest import DEFAULT, NO_TLS, SMALL, Served, children, serve, serve_process, serve_script
 
 __all__ = ["alone"]
 
@@ -322,8 +322,19 @@ def test_usage_over_http(served: Served) -> None:
 
 def legato(*arguments: str) -> str:
     """Run a command on a database in this folder; return what it prints."""
-    Path("legato.toml").write_text("[store]\nurl = 'sqlite:///legato.db'\n")
+    served = f"[models.'{DEFAULT}']\n[aliases]\nm = '{DEFAULT}'\n"
+    Path("legato.toml").write_text(f"[store]\nurl = 'sqlite:///legato.db'\n{served}")
     return output(*arguments).decode()
+
+
+def test_a_key_for_a_model_that_is_not_served_is_made_with_a_warning(alone: None) -> None:
+    assert legato("keys", "list") == "no keys\n"
+    assert json.loads(legato("keys", "list", "--json")) == []
+    done = run("keys", "create", "bob", "--model", "nosuch", "--model", "m", "--model", "other")
+    assert (done.returncode, done.stdout[:3]) == (0, b"lg-")
+    warning = f"no model is served here as nosuch, other, only {DEFAULT}, m; the key is made all the same"
+    assert done.stderr.decode() == f"legato: {warning}\n"
+    assert ", models nosuch, m, other" in legato("keys", "list")
 
 
 def test_keys_on_the_command_line(alone: None) -> None:

@@ -6,6 +6,7 @@ wrong, 130 after Ctrl-C. A reader that went away (`| head`) is no failure.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import os
@@ -19,12 +20,28 @@ from legato import __version__
 from legato.errors import ConfigError, LegatoError, RequestError, StoreUnavailable
 from legato.logs import escape
 
-__all__ = ["group", "main"]
+__all__ = ["Group", "group", "main", "say"]
 
 _COMMANDS = ("chat", "complete", "doctor", "infill", "keys", "models", "pull", "serve", "usage", "write")
 
 
-class _Commands(click.Group):
+class Group(click.Group):
+    """Commands. A misspelt one is answered with the one that is probably meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See `click.Group`."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if not (close := difflib.get_close_matches(args[0], self.list_commands(ctx), 1)):
+                raise
+            message = f"No such command '{args[0]}'; did you mean '{close[0]}'?"
+            raise click.UsageError(message, error.ctx) from None
+
+
+class _Commands(Group):
     """Loads a subcommand's module when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -68,20 +85,21 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         _leave(130)
     except (ConfigError, RequestError) as error:
-        _say(error.message)
+        say(error.message)
         _leave(2)
     except StoreUnavailable as error:
-        _say(f"the database cannot be used: {error.reason}")
+        say(f"the database cannot be used: {error.reason}")
         _leave(1)
     except LegatoError as error:
-        _say(error.message)
+        say(error.message)
         _leave(1)
     except OSError as error:
-        _say(str(error))
+        say(str(error))
         _leave(1)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Say something in one line on standard error."""
     with suppress(OSError):
         click.echo(f"legato: {escape(' '.join(message.split()))}", err=True)
 

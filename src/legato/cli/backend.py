@@ -18,6 +18,7 @@ import click
 
 from legato.asking import DIALECTS, DialectName
 from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
+from legato.cli.terminal import loading
 from legato.config import ServerSettings, Settings, read_key
 from legato.supervisor import beside
 
@@ -89,7 +90,8 @@ async def _served(settings: Settings) -> AsyncIterator[AsyncClient]:
 
     key = secrets.token_hex(32)
     server = ServerSettings(port=0, api_keys=(key,))
-    models, create_app = await load(settings)
+    async with loading(next(iter(settings.models))):
+        models, create_app = await load(settings)
     try:
         with (
             TemporaryDirectory() as folder,

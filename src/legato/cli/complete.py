@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import sys
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
+from legato.cli import say
 from legato.cli.options import config_option, decode, ensure_pulled, model_option, settings_for
+from legato.cli.terminal import is_watched, loading
 from legato.config import Settings
-from legato.types import CompletionRequest, Delta, Output, SamplingOptions, Text
+from legato.errors import InvalidField
+from legato.types import CompletionRequest, Delta, Finished, Output, SamplingOptions, Text
 
 __all__ = ["command"]
+
+_FILE_NAME = re.compile(r"[\w./~-]*\w\.[A-Za-z]\w{0,4}", re.ASCII)
+"""What is probably meant as the name of a file."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +76,32 @@ def _read(text: str) -> str:
     """Return the text that is meant.
 
     Raises:
-        InvalidField: it is not UTF-8.
+        InvalidField: it is a folder, or not UTF-8.
     """
     if text == "-":
         return decode(sys.stdin.buffer.read(), "standard input")
-    try:
-        path = Path(text)
-        is_file = path.is_file()
-    except (OSError, ValueError):
-        is_file = False
-    if is_file:
-        return decode(path.read_bytes(), text)
+    found = _found(text)
+    if found == "file":
+        return decode(Path(text).read_bytes(), text)
+    if found == "folder":
+        raise InvalidField(f"{text} is a folder, and TEXT a file or a text (one that is a folder's name: through -)")
+    if found == "nothing":
+        say(f"there is no file {text}, so this name itself is continued")
     return decode(text.encode("utf-8", "surrogateescape"), "TEXT")
+
+
+def _found(text: str) -> Literal["file", "folder", "nothing"] | None:
+    """Return what is found where a text that may be the name of a file leads; None: it is a text."""
+    path = Path(text)
+    try:
+        if text and path.is_dir():
+            return "folder"
+        if path.is_file():
+            return "file"
+        is_name = _FILE_NAME.fullmatch(text) or (re.fullmatch(r"\S*/[^\s/]+", text) and path.parent.is_dir())
+    except (OSError, ValueError):
+        return None
+    return "nothing" if is_name else None
 
 
 def _write(text: str) -> None:
@@ -87,11 +109,18 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
+def _say_cut(num_tokens: int, max_tokens: int) -> None:
+    """Say that the text would go on."""
+    more = "--max-tokens allows more" if num_tokens >= max_tokens else "the model's context is full"
+    say(f"cut after {num_tokens} tokens: {more}")
+
+
 async def _complete(prompt: str, settings: Settings, options: _Options) -> None:
     from legato.models import load_models
     from legato.pipeline import plan
 
-    models = await load_models(settings)
+    async with loading(next(iter(settings.models))):
+        models = await load_models(settings)
     try:
         request = CompletionRequest(
             model=models.own[0].name,
@@ -100,13 +129,17 @@ async def _complete(prompt: str, settings: Settings, options: _Options) -> None:
             max_tokens=options.max_tokens,
             output=Output(stream=True, echo=options.echo),
         )
-        last = ""
+        last, end = "", None
         async with aclosing(plan(request, models.own[0]).events()) as events:
             async for event in events:
                 if isinstance(event, Delta) and event.text:
                     _write(event.text)
                     last = event.text
+                elif isinstance(event, Finished):
+                    end = event
         if sys.stdout.isatty() and not last.endswith("\n"):
             _write("\n")
+        if end is not None and end.reason == "length" and options.max_tokens and is_watched():
+            _say_cut(end.usage.completion_tokens, options.max_tokens)
     finally:
         await models.aclose()

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
+from legato.cli.terminal import loading
 from legato.config import Settings
 from legato.errors import InvalidField
 from legato.types import CompletionRequest, Delta, GapEnd, Infill, Output, SamplingOptions
@@ -128,7 +129,8 @@ async def _fill(gap: Infill, settings: Settings, max_tokens: int) -> str:
     from legato.models import load_models
     from legato.pipeline import plan
 
-    models = await load_models(settings)
+    async with loading(next(iter(settings.models))):
+        models = await load_models(settings)
     try:
         request = CompletionRequest(
             model=models.own[0].name,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from legato.cli import Group, say
 from legato.cli.options import config_option, open_store, settings_for
 
 __all__ = ["command"]
@@ -36,7 +37,7 @@ class _Expiry(click.ParamType[int]):
             self.fail(f"{value!r} is no day as 2030-12-31, nor a number of days as 90d", param, ctx)
 
 
-@click.group("keys")
+@click.group("keys", cls=Group)
 def command() -> None:
     """Manage the keys of those who may use the server."""
 
@@ -60,7 +61,11 @@ def create(config_file: Path | None, models: tuple[str, ...], no_control_tokens:
     """Make a key for NAME and print it. It is shown now and never again."""
     from legato.store import Key
 
-    with open_store(settings_for(config_file, None)) as store:
+    settings = settings_for(config_file, None)
+    served = [*settings.models, *settings.aliases]
+    if unknown := [model for model in models if model not in served]:
+        say(f"no model is served here as {', '.join(unknown)}, only {', '.join(served)}; the key is made all the same")
+    with open_store(settings) as store:
         click.echo(store.create_key(Key(models=models, control_tokens=not no_control_tokens, **rights)))
 
 
@@ -74,6 +79,8 @@ def list_keys(config_file: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(key) for key in keys], indent=2))
         return
+    if not keys:
+        click.echo("no keys")
     for key in keys:
         rights = [
             "revoked" if key.revoked_at is not None else "",

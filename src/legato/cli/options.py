@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from legato.cli.terminal import Estimate
 from legato.config import Settings, load_settings
 from legato.errors import ConfigError, InvalidField
 from legato.permissions import protect_folder
@@ -85,5 +86,12 @@ def pull_with_bar(entry: CatalogEntry, data_dir: Path) -> Path:
     if is_pulled(entry, data_dir):
         return find_model(entry.name, data_dir)
     label = f"Pulling {entry.name} ({entry.size_bytes / 1e6:.0f} MB)"
-    with click.progressbar(length=entry.size_bytes, label=label, file=sys.stderr) as bar:
-        return pull(entry, data_dir, progress=lambda position: bar.update(max(0, position - bar.pos)))
+    estimate = Estimate(entry.size_bytes)
+    with click.progressbar(
+        length=entry.size_bytes, label=label, file=sys.stderr, show_eta=False, item_show_func=lambda told: told
+    ) as bar:
+        return pull(
+            entry,
+            data_dir,
+            progress=lambda position: bar.update(max(0, position - bar.pos), estimate.tell(position)),
+        )
