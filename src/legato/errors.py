@@ -243,7 +243,13 @@ class StoreUnavailable(CapacityError):
 
     code = "store_unavailable"
 
-    def __init__(self, message: str, *, retry_after_s: int = 5, reason: str = "") -> None:
+    def __init__(
+        self,
+        message: str = "the server's database cannot be used now; try again in 5 s",
+        *,
+        retry_after_s: int = 5,
+        reason: str = "",
+    ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.reason = reason  # What it says itself, for those who run the server.
 

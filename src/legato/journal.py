@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,6 +71,13 @@ _room = sa.Table(
     sa.Column("num_bytes", sa.BigInteger, nullable=False),
 )
 """One row: the bytes of all journals together."""
+_FOR_END = 1024
+"""Bytes that what runs has taken for the words of a failure, so that there is room for them when there is none."""
+_PROGRESS = (
+    sa.update(_generations)
+    .where(_generations.c.id == sa.bindparam("of"))
+    .values({name: sa.bindparam(f"new_{name}") for name in ("state", "num_entries", "num_bytes", *COUNTS)})
+)
 _BATCH = 50
 """How many journals that are over are looked at together when room is made."""
 
@@ -194,7 +201,7 @@ class Journal:
             "before": _written_json(record.before),
             "job": record.job,
         }
-        size = sum(map(len, texts.values()))
+        size = sum(map(len, texts.values())) + _FOR_END
         row = {
             "id": record.id,
             "key": record.key,
@@ -388,12 +395,13 @@ class _Growth:
             {"generation": row.id, "num": num, "frame": entry.frame, "tokens": _tokens_json(entry.tokens)}
             for num, entry in enumerate(self._fresh, row.num_entries + 1)
         ]
-        self.usage = _untold(row, news.taken)
+        self.usage = [] if self._is_told else _untold(row, news.taken)
         self._texts: dict[str, Any] = {}
         if self.end is not None and not self._is_told:
             written = None if self.end.written is None else _written_json(self.end.written)
             self._texts = {"answer": self.end.answer, "written": written}
-        self.num_bytes = sum(len(row["frame"]) + len(row["tokens"]) for row in self.rows)
+        self.num_bytes = -_FOR_END if self._texts else 0
+        self.num_bytes += sum(len(row["frame"]) + len(row["tokens"]) for row in self.rows)
         self.num_bytes += sum(len(text) for text in self._texts.values() if text is not None)
         if self.is_refused:
             self.num_bytes = -row.num_bytes
@@ -411,33 +419,34 @@ class _Growth:
         there = _read(connection, self.id, first - 1) if self._row.num_entries >= first else []
         return first <= self._row.num_entries + 1 and there == [*entries[: len(there)]]
 
-    def write(self, connection: sa.Connection) -> None:
-        """Write everything but the entries and the usage."""
-        if self._is_told:
-            return
+    def progress(self) -> dict[str, Any]:
+        """Return the row as it becomes, for `_PROGRESS`."""
+        row, taken = self._row, self._news.taken or self._row
+        return {
+            "of": self.id,
+            "new_state": row.state if self.end is None else self.end.state,
+            "new_num_entries": row.num_entries + len(self.rows),
+            "new_num_bytes": row.num_bytes + self.num_bytes,
+            **{f"new_{name}": max(getattr(row, name), getattr(taken, name)) for name in COUNTS},
+        }
+
+    def write_end(self, connection: sa.Connection) -> None:
+        """Write what is long, or remove what was refused."""
         if self.is_refused:
             _remove(connection, self.id)
-            return
-        values: dict[str, Any] = {
-            "num_entries": self._row.num_entries + len(self.rows),
-            "num_bytes": self._row.num_bytes + self.num_bytes,
-        }
-        if self._news.taken is not None:
-            values |= {name: max(getattr(self._row, name), getattr(self._news.taken, name)) for name in COUNTS}
-        if self.end is not None:
-            values["state"] = self.end.state
-            mine = _texts.c.generation == self.id
-            connection.execute(sa.update(_texts).where(mine).values(self._texts))
-        connection.execute(sa.update(_generations).where(_generations.c.id == self.id).values(values))
+        elif self._texts:
+            connection.execute(sa.update(_texts).where(_texts.c.generation == self.id).values(self._texts))
 
 
-def _write(connection: sa.Connection, growths: Iterable[_Growth]) -> None:
+def _write(connection: sa.Connection, growths: Sequence[_Growth]) -> None:
     """Write what is new, but not what was taken."""
     rows = [row for growth in growths for row in growth.rows if not growth.is_refused]
     if rows:
         connection.execute(sa.insert(_entries), rows)
+    if growths:
+        connection.execute(_PROGRESS, [growth.progress() for growth in growths])
     for growth in growths:
-        growth.write(connection)
+        growth.write_end(connection)
 
 
 def _untold(row: sa.Row[Any], taken: UsageRow | None) -> list[UsageRow]:

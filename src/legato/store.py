@@ -434,15 +434,20 @@ class Store:
             if self._troubles.get(what) != reason:
                 self._troubles[what] = reason
                 _log.error("the database cannot be %s: %s", what, reason)
-            raise StoreUnavailable(_AWAY, reason=reason) from error
+            raise StoreUnavailable(reason=reason) from error
         if self._troubles.pop(what, None) is not None:
             _log.warning("the database can be %s again", what)
 
 
 def add_usage(connection: sa.Connection, rows: Iterable[UsageRow]) -> None:
     """Add to usage, within a transaction that writes."""
-    # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
-    if values := sorted(map(asdict, rows), key=lambda row: (row["day"], row["key"], row["model"])):
+    sums: dict[tuple[str, str, str], UsageRow] = {}
+    for row in rows:
+        place = (row.day, row.key, row.model)
+        sums[place] = sums[place] + row if place in sums else row
+    if sums:
+        # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
+        values = [asdict(sums[place]) for place in sorted(sums)]
         connection.execute(_adding(connection.dialect.name, _usage), values)
 
 
@@ -609,11 +614,8 @@ def _migrate(connection: sa.Connection) -> None:
         ) from None
 
 
-_AWAY = "the server's database cannot be used now; try again in 5 s"
-
-
 def _busy() -> StoreUnavailable:
-    return StoreUnavailable(_AWAY, reason="too many wait for it")
+    return StoreUnavailable(reason="too many wait for it")
 
 
 def _reason(error: Exception) -> str:

@@ -356,6 +356,24 @@ def test_old_journals_make_room_and_running_ones_do_not() -> None:
         assert served.post(COMPLETIONS, body(resumable=False, stream=False)).status_code == 200
 
 
+def test_what_runs_does_not_grow_beyond_the_room() -> None:
+    """It ends with an error that all its readers get, and makes room."""
+    with serve_script(words, journals=StoreSettings(journal_bytes=8_000)) as served:
+        with opened(served.url, COMPLETIONS, post=body(prompt="slow "), headers={}) as lines:
+            found = events(lines)
+        assert json.loads(found[-2][1])["error"]["code"] == "journal_full"
+        assert found[-1][1] == "[DONE]"
+        assert TEXT.startswith(text_of(found[:-2]))
+        id = id_of(found[:-2])
+        with opened(served.url, f"/v1/generations/{id}/events", headers={}) as lines:
+            assert events(lines) == found
+        assert served.get(f"/v1/generations/{id}").json()["status"] == "failed"
+        with served.store.reading() as connection:
+            assert connection.execute(sa.text("SELECT num_bytes FROM room")).scalar_one() <= 8_000
+        whole = served.post(COMPLETIONS, body(stream=False, max_tokens=25))
+        assert (whole.status_code, served.get(f"/v1/generations/{id}").status_code) == (200, 404)
+
+
 def test_a_full_disk_stops_new_ones_only(tmp_path: Path) -> None:
     with closing(Store.open(f"sqlite:///{tmp_path}/legato.db")) as store, serve_script(words, store=store) as served:
         limits: list[int] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,10 +18,18 @@ from legato.clock import Clock
 from legato.config import StoreSettings
 from legato.dialects import openai
 from legato.engines.scripted import Fault, Pause, Script, ScriptedEngine
-from legato.errors import EngineUnavailable, JournalFull, LegatoError, ModelNotFound, StoreUnavailable
+from legato.errors import (
+    EngineUnavailable,
+    GenerationNotFound,
+    JournalFull,
+    LegatoError,
+    ModelNotFound,
+    StoreUnavailable,
+)
 from legato.journal import End, Entry, Journal, Lease, Record, Written, new_id
 from legato.models import Model, Models
 from legato.pipeline import Run, plan
+from legato.server.generations import Generations
 from legato.server.generations.driver import Driver
 from legato.server.generations.leases import Adoption, Leases
 from legato.server.generations.live import REFUSED, Live
@@ -36,7 +45,6 @@ from legato.types import Handle, Token
 PATH = "/v1/completions"
 BODY = {"model": "m", "prompt": "go", "max_tokens": 50, "stream": True, "resumable": True}
 DIALECTS = {PATH: openai.CompletionsDialect()}
-FAST = Pace(patience_s=0.1, retry_s=0.02)
 
 
 class DoubtfulStore(Store):
@@ -70,6 +78,7 @@ class Bench:
     engine: ScriptedEngine = field(default_factory=lambda: ScriptedEngine([b"ab", b"c"]))
     now: float = 1000.0
     settings: StoreSettings = StoreSettings()  # noqa: RUF009 - it is frozen
+    pace: Pace = Pace(retry_s=0.02)  # noqa: RUF009 - it is frozen
     lives: dict[str, Live] = field(default_factory=dict)
     noted: list[Live] = field(default_factory=list)
 
@@ -100,7 +109,7 @@ class Bench:
 
     def writer(self) -> Writer:
         """What journals."""
-        return Writer(self.journal, self.lives, FAST, self.clock)
+        return Writer(self.journal, self.lives, self.pace, self.clock)
 
     def leases(self) -> Leases:
         """What keeps them."""
@@ -303,6 +312,7 @@ def test_readers_get_nothing_before_the_journal_has_it(bench: Bench) -> None:
 
 def test_a_journal_that_hangs_does_not_hold_up_readers(bench: Bench) -> None:
     async def test() -> None:
+        bench.pace = replace(bench.pace, patience_s=0.1)
         live, writer = bench.begin(), bench.writer()
         bench.store.may_write.clear()
         async with beside(writer.run()), beside(read(live)) as reader:
@@ -632,3 +642,100 @@ def test_a_path_that_is_gone_is_no_fault_of_ours(bench: Bench) -> None:
         ]
 
     go(test)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them together
+
+
+@asynccontextmanager
+async def serving(bench: Bench) -> AsyncIterator[Generations]:
+    """A server's generations."""
+    supervisor = Supervisor()
+    watch = Watch(bench.models, bench.store, supervisor, traces_url="")
+    ledger = Ledger(bench.store, supervisor)
+    pace = Pace(lease_s=0.3, beat_s=0.05, patience_s=0.1, retry_s=0.05)
+    models, store, settings = bench.models, bench.store, bench.settings
+    generations = Generations(store, settings, models, DIALECTS, ledger, watch, supervisor, pace=pace)
+    async with generations.kept():
+        yield generations
+    await supervisor.aclose()
+
+
+async def start(bench: Bench, generations: Generations) -> Live:
+    """Ask for an answer."""
+    run = plan(openai.CompletionsDialect().parse(dict(BODY)), bench.models.resolve("m"))
+    return await generations.start(ANYONE, PATH, BODY, run)
+
+
+def test_what_is_deleted_while_its_end_is_written_has_ended(bench: Bench) -> None:
+    async def test() -> None:
+        bench.engine._script = [b"ab", Pause(0.1), b"c"]
+        async with serving(bench) as generations:
+            live = await start(bench, generations)
+            await until(lambda: live.num_shown == 2)
+            bench.store.may_write.clear()
+            await until(lambda: live.end is not None)
+            record = await generations.find(live.record.id, ANYONE)
+            async with beside(generations.delete(record)) as deleting, beside(generations.whole(live)) as reading:
+                await asyncio.sleep(0.05)
+                bench.store.may_write.set()
+                await deleting
+                assert text_of(await reading) == "abc", "the end had come before"
+            with pytest.raises(GenerationNotFound):
+                await generations.find(live.record.id, ANYONE)
+            assert generations._lives == {}
+
+    go(test)
+
+
+def test_what_ends_while_the_database_is_away_has_ended_when_it_is_back(bench: Bench) -> None:
+    async def test() -> None:
+        bench.engine._script = [b"ab", Pause(0.05), b"c"]
+        async with serving(bench) as generations:
+            live = await start(bench, generations)
+            await until(lambda: live.num_shown == 2)
+            bench.store.is_away = True
+            assert b'"abc"' in await generations.whole(live)
+            assert (await generations.find(live.record.id, ANYONE)).state == "running"
+            with pytest.raises(StoreUnavailable):
+                await start(bench, generations)
+            await asyncio.sleep(0.5)
+            bench.store.is_away = False
+            await until(lambda: not generations._lives)
+            record = await generations.find(live.record.id, ANYONE)
+            assert (record.state, record.num_entries) == ("done", len(live.entries))
+            (row,) = bench.store.usage()
+            assert (row.requests, row.completion_tokens) == (1, 3)
+
+    go(test)
+
+
+def test_a_stream_goes_on_behind_a_write_that_was_not_acknowledged(bench: Bench) -> None:
+    async def test() -> None:
+        bench.engine._script = [part for _ in range(10) for part in (b"ab", Pause(0.02))]
+        async with serving(bench) as generations:
+            live = await start(bench, generations)
+            await until(lambda: live.num_saved > 2)
+            bench.store.num_unacknowledged = 1
+            other = await again_until_taken(lambda: start(bench, generations))
+            for one in (live, other):
+                assert text_of(await generations.whole(one)) == "ab" * 10
+            (row,) = bench.store.usage()
+            assert (row.requests, row.completion_tokens) == (2, 40)
+
+    go(test)
+
+
+def text_of(body: bytes) -> str:
+    """The text of an answer."""
+    return str(json.loads(body)["choices"][0]["text"])
+
+
+async def again_until_taken(ask: Callable[[], Awaitable[Live]]) -> Live:
+    """Ask as often as it takes."""
+    while True:
+        try:
+            return await ask()
+        except StoreUnavailable:
+            await asyncio.sleep(0.05)

@@ -59,10 +59,11 @@ def begun(here: Journal) -> Record:
 
 
 def size(store: Store, id: str) -> int:
-    """The bytes of everything that a journal has, as they are in the tables."""
+    """The bytes of everything that a journal has, as they are in the tables, and what is kept for its end."""
     asked = (
         "SELECT (SELECT length(path) + length(body) + length(before) + length(job) + coalesce(length(answer), 0) "
         "+ coalesce(length(written), 0) FROM texts WHERE generation = :id) "
+        "+ (SELECT CASE state WHEN 'running' THEN 1024 ELSE 0 END FROM generations WHERE id = :id) "
         "+ (SELECT coalesce(sum(length(frame) + length(tokens)), 0) FROM entries WHERE generation = :id)"
     )
     with store.reading() as connection:
@@ -265,15 +266,15 @@ def test_all_bytes_are_counted(opened: Store, here: Journal) -> None:
 
 
 def test_the_oldest_that_are_over_make_room(opened: Store) -> None:
-    journal = Journal(opened, StoreSettings(journal_bytes=1100))
-    running, first, second, third = (record(job="x" * 300, created_at=1000 + age) for age in range(4))
+    journal = Journal(opened, StoreSettings(journal_bytes=5000))
+    running, first, second, third = (record(job="x" * 500, created_at=1000 + age) for age in range(4))
     for made in (running, first, second):
         journal.create(made)
     with pytest.raises(JournalFull):
         journal.create(third)
-    assert counted(opened)[0] < 1100
+    assert counted(opened)[0] < 5000
     for made in (first, second):
-        journal.append({made.id: News(1, [], End("done"))})
+        journal.append({made.id: News(1, [Entry(b"x" * 1000)], End("done"))})
     journal.create(third)
     assert [journal.find(made.id, "ann") is not None for made in (running, first, second, third)] == [
         True,
@@ -284,31 +285,34 @@ def test_the_oldest_that_are_over_make_room(opened: Store) -> None:
 
 
 def test_what_grows_beyond_the_room_is_told_so(opened: Store) -> None:
-    journal = Journal(opened, StoreSettings(journal_bytes=2000))
+    journal = Journal(opened, StoreSettings(journal_bytes=6000))
     over, small, large = record(), record(), record()
     for made in (over, small, large):
         journal.create(made)
-    journal.append({over.id: News(1, [Entry(b"x" * 900)], End("done"))})
-    news = {small.id: News(1, [Entry(b"x" * 100)]), large.id: News(1, [Entry(b"x" * 1000)])}
+    journal.append({over.id: News(1, [Entry(b"x" * 1500)], End("done"))})
+    news = {small.id: News(1, [Entry(b"x" * 100)]), large.id: News(1, [Entry(b"x" * 2500)])}
     assert journal.append(news) == Verdict()
     assert journal.find(over.id, "ann") is None, "what is over made room"
-    news = {small.id: News(2, [Entry(b"x" * 100)]), large.id: News(2, [Entry(b"x" * 1000)])}
+    news = {small.id: News(2, [Entry(b"x" * 100)]), large.id: News(2, [Entry(b"x" * 2500)])}
     assert journal.append(news) == Verdict(full={large.id})
     assert [journal.read(made.id, 0)[0] for made in (small, large)] == ["running", "running"]
     assert (len(journal.read(small.id, 0)[1]), len(journal.read(large.id, 0)[1])) == (2, 1)
+    assert journal.append({small.id: News(3, [Entry(b"x" * 900)])}) == Verdict(), "there is just room"
+    assert journal.append({large.id: News(2, [Entry(b"x" * 900)], End("failed"))}) == Verdict()
+    assert journal.read(large.id, 1) == ("failed", [Entry(b"x" * 900)]), "there is always room to say so"
     together, apart = counted(opened)
-    assert together == apart <= 2000
+    assert together == apart <= 6000
 
 
 def test_what_ends_is_written_and_makes_room(opened: Store) -> None:
-    journal = Journal(opened, StoreSettings(journal_bytes=2000))
+    journal = Journal(opened, StoreSettings(journal_bytes=4000))
     ending, going = record(created_at=1), record(created_at=2)
     for made in (ending, going):
         journal.create(made)
-    news = {going.id: News(1, [Entry(b"x" * 1000)]), ending.id: News(1, [Entry(b"x" * 1500)], DONE)}
+    news = {going.id: News(1, [Entry(b"x" * 2000)]), ending.id: News(1, [Entry(b"x" * 2500)], DONE)}
     assert journal.append(news) == Verdict()
     assert journal.find(ending.id, "ann") is None
-    assert journal.append({going.id: News(2, [Entry(b"x" * 1500)], DONE)}) == Verdict()
+    assert journal.append({going.id: News(2, [Entry(b"x" * 2500)], DONE)}) == Verdict()
     assert journal.find(going.id, "ann") is None, "nothing is larger than all the room"
     assert counted(opened) == (0, 0)
 

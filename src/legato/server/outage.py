@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from legato.errors import LegatoError
+from legato.errors import StoreUnavailable
 
 __all__ = ["Outage"]
 
@@ -12,17 +12,17 @@ _log = logging.getLogger("legato.server")
 
 
 class Outage:
-    """What may fail again and again. `what` says what follows from it."""
+    """What may fail again and again while the database is away. `what` says what follows from it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._is_on = False
 
-    def begin(self, error: LegatoError) -> None:
+    def begin(self, error: StoreUnavailable) -> None:
         """Note a failure."""
         if not self._is_on:
             self._is_on = True
-            _log.error("%s: %s", self._what, error.message)
+            _log.error("%s: %s", self._what, error.reason or error.message)
 
     def end(self) -> None:
         """Note a success."""

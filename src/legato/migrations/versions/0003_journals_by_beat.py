@@ -47,7 +47,7 @@ def upgrade() -> None:
         "SELECT g.id, g.key, g.created_at, g.state, g.owner, 0, 0, "
         "(SELECT count(*) FROM entries e WHERE e.generation = g.id), "
         "length(g.path) + length(g.body) + length(g.before) + length(g.job) + coalesce(length(g.answer), 0) "
-        "+ coalesce(length(g.written), 0) "
+        "+ coalesce(length(g.written), 0) + CASE WHEN g.state = 'running' THEN 1024 ELSE 0 END "
         "+ (SELECT coalesce(sum(length(e.frame) + length(e.tokens)), 0) FROM entries e WHERE e.generation = g.id), "
         "0, 0, 0, 0 FROM old_generations g"
     )

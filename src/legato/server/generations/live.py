@@ -38,7 +38,7 @@ class Live:
         self.is_over = False
         """Whether nothing follows here for readers."""
         self.is_lost = False
-        """Whether it is over without an end: it was deleted, or goes on elsewhere."""
+        """Whether it is over without an end."""
         self.task: asyncio.Task[None] | None = None
         """What drives it, from the time on when the journal has it."""
         self.num_readers = 0
@@ -123,7 +123,7 @@ class Live:
         self.stop()
 
     def lose(self) -> None:
-        """Be over without an end."""
+        """Be over: it was deleted, or goes on elsewhere."""
         self.is_lost = not self.is_over
         self.is_over = True
         self.stop()

@@ -108,7 +108,7 @@ class Generations:
                 "`resumable` takes one prompt and one choice, and no `echo` with `logprobs`", param="resumable"
             )
         if self._writer.is_away:
-            raise StoreUnavailable("resumable answers cannot be journaled at present; try again in 5 s")
+            raise StoreUnavailable(reason="the journal could not be written")
         handle = run.request.handle or Handle(new_id(), int(self._clock.wall()))
         run = replace(run, request=replace(run.request, handle=handle), tokens=[])
         record = Record(
@@ -188,15 +188,12 @@ class Generations:
         async with aclosing(self.follow(live.record, 0, live)) as frames:
             async for _ in frames:
                 pass
-        end = live.end
+        ended: End | Record | None = live.end
         if live.is_lost:
-            record = await self._journal.reads.run(self._journal.find, live.record.id, live.record.key)
-            answer = None if record is None else record.answer
-        else:
-            answer = None if end is None else end.answer
-        if answer is None:
+            ended = await self._journal.reads.run(self._journal.find, live.record.id, live.record.key)
+        if ended is None or ended.answer is None:
             raise live.error or EngineUnavailable("the generation was ended before its answer was done")
-        return answer
+        return ended.answer
 
     async def go_on(self, record: Record, given: Mapping[str, Any], key: Key) -> Live:
         """Start a generation behind the end of one. `given` replaces fields of its request.
@@ -231,7 +228,7 @@ class Generations:
         await self._journal.writes.run(self._journal.delete, record.id, record.key, taken)
         if live is not None and self._lives.get(record.id) is live:
             del self._lives[record.id]
-            live.lose()
+            live.show()  # What it has taken is counted.
 
     # How they run
 
