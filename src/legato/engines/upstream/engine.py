@@ -18,29 +18,25 @@ answer, loses the Job to another, which goes on from its tokens.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from legato.choosing import ends_of
-from legato.engines.upstream.events import Part, joined, message_of, read_part
-from legato.engines.upstream.http import HttpClient
+from legato.engines.upstream.events import Part, joined
 from legato.engines.upstream.plugin import NUM_DIGITS, decode_score, encode_request
-from legato.engines.upstream.replicas import Replicas
+from legato.engines.upstream.servers import BrokenOff, Lost, Proof, Servers
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
-from legato.errors import ConfigError, EngineUnavailable, GenerationFailed
+from legato.errors import EngineUnavailable, GenerationFailed
 from legato.seam import Inner, Seam
 from legato.supervisor import together
-from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token
-from legato.wire import EVENTS, EventReader, encode_json
+from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token, Tokenizer
 
 __all__ = ["UpstreamEngine"]
 
@@ -54,22 +50,6 @@ _NUM_PROVING = 4
 """Tokens, drawn at random, that a server has to write to show that the plug-in acts."""
 _MAX_FAILURES = 3
 """Servers that a Job may lose until it is given up."""
-_MAX_EVENT_BYTES = 2**20
-_MAX_EMPTY = 1024
-"""Events of an answer beyond one for each of its tokens."""
-_MAX_REFUSAL_BYTES = 2**16
-_MAX_LIST_BYTES = 2**24
-
-
-_NOTHING = Part()
-
-
-class _Lost(Exception):
-    """A server is gone, cannot answer now, or sends what is no answer; another may."""
-
-
-class _BrokenOff(_Lost):
-    """One was lost that had begun to answer: others were not asked."""
 
 
 class UpstreamEngine:
@@ -88,15 +68,14 @@ class UpstreamEngine:
             constraints=False,
         )
         self._has_plugin = has_plugin
-        self._proven: set[str] = set()
         self._model = model
-        self._client = HttpClient({"authorization": f"Bearer {key}"} if key else {})
-        bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self._replicas = Replicas(bases, asyncio.get_running_loop().time)
         self._num_running = 0
         self.num_lost = 0
         self.tokenizer = JsonTokenizer(folder)
         self.seam = Seam(self.tokenizer)
+        self._servers = Servers(
+            urls, key=key, num_ids=len(self.tokenizer.pieces), make_proof=self._proof if has_plugin else None
+        )
         self.profile = read_profile(folder, self.tokenizer, context_length)
 
     @classmethod
@@ -125,7 +104,7 @@ class UpstreamEngine:
         """
         engine = cls(urls, model=model, key=key, folder=folder, context_length=context_length, has_plugin=has_plugin)
         if not model:
-            engine._model = await engine._first_model()
+            engine._model = await engine._servers.first_model()
         return engine
 
     async def generate(self, job: Job) -> AsyncGenerator[Step, None]:
@@ -150,10 +129,10 @@ class UpstreamEngine:
                             tokens.extend(step.tokens)
                             if step.finish is not None:
                                 return
-                except _Lost as error:
+                except Lost as error:
                     num_lost += 1
                     self.num_lost += 1
-                    if not is_accepted and (num_lost >= _MAX_FAILURES or not isinstance(error, _BrokenOff)):
+                    if not is_accepted and (num_lost >= _MAX_FAILURES or not isinstance(error, BrokenOff)):
                         raise EngineUnavailable(f"no server of this model answers: {error}") from None
                     if num_lost >= _MAX_FAILURES:
                         raise GenerationFailed(f"{num_lost} servers were lost, the last one: {error}") from None
@@ -163,11 +142,11 @@ class UpstreamEngine:
 
     def counters(self) -> Mapping[str, int]:
         """Return how many Jobs run, how often a server was lost, and how many are left alone now."""
-        return {"running": self._num_running, "lost": self.num_lost, "down": self._replicas.num_failed}
+        return {"running": self._num_running, "lost": self.num_lost, "down": self._servers.num_failed}
 
     async def aclose(self) -> None:
         """Close all connections."""
-        self._client.close()
+        self._servers.close()
 
     # -- one Job ------------------------------------------------------------------------------------------------------
 
@@ -194,13 +173,13 @@ class UpstreamEngine:
         num_told, reason = 0, None
         agrees = None if job.prompt.heal else True
         body = self._body(job, ids, min(limit + len(self._spelling(job)), room))
-        async with aclosing(self._parts(ids, body)) as parts:
+        async with aclosing(self._servers.parts(ids, body)) as parts:
             is_accepted = False
             async for part in parts:
                 if not is_accepted:
                     is_accepted = True
                     yield Step()
-                written += self._tokens(part, job)
+                written += _tokens(part, job, self.tokenizer)
                 if part.reason is not None:
                     reason = part.reason
                     if written and written[-1].id in ends_of(job, self.tokenizer):
@@ -243,7 +222,7 @@ class UpstreamEngine:
         """Return the tokens that the model writes for the heal bytes; none: it writes something else."""
         answer = await self._ask(job, job.prompt.ids, len(self._spelling(job)) + 2)
         replayed: list[Token] = []
-        for token in self._tokens(answer, job):
+        for token in _tokens(answer, job, self.tokenizer):
             replayed.append(token)
             if (agrees := self._agreement(job, replayed)) is not None:
                 return replayed if agrees else []
@@ -269,14 +248,14 @@ class UpstreamEngine:
         """Return the best cover over an inner path and its noisy score, as the plug-in has it; None: there is none."""
         num = len(inner.ids) + 1
         fields = {"ignore_eos": True, "stop_token_ids": None, "vllm_xargs": encode_request(job, inner.ids)}
-        tokens = self._tokens(await self._ask(job, job.prompt.ids, num + NUM_DIGITS, **fields), job)
+        tokens = _tokens(await self._ask(job, job.prompt.ids, num + NUM_DIGITS, **fields), job, self.tokenizer)
         if len(tokens) != num + NUM_DIGITS:
-            raise _Lost("the plug-in does not act there")
+            raise Lost("the plug-in does not act there")
         score, cover = decode_score([token.id for token in tokens[num:]], len(self.tokenizer.pieces)), tokens[:num]
         if score == -math.inf:
             return None
         if not self._agreement(job, cover):
-            raise _Lost("the plug-in does not act there")
+            raise Lost("the plug-in does not act there")
         return score, list(cover)
 
     async def _cover(self, job: Job, inner: Inner) -> tuple[float, list[Token]] | None:
@@ -305,7 +284,7 @@ class UpstreamEngine:
         """Return the likeliest of some tokens behind `ids`, with its log-probability among all."""
         bias = {str(id): _BIAS for id in allowed}
         plain = replace(job, sampling=replace(job.sampling, temperature=0.0), min_tokens=0, logprobs=0)
-        tokens = self._tokens(await self._ask(plain, ids, 1, logit_bias=bias), plain)
+        tokens = _tokens(await self._ask(plain, ids, 1, logit_bias=bias), plain, self.tokenizer)
         return tokens[0] if tokens else Token(-1, b"")
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -347,150 +326,43 @@ class UpstreamEngine:
     async def _ask(self, job: Job, ids: Sequence[int], max_tokens: int, **fields: Any) -> Part:
         """Return a whole answer: the fold of its events. `fields` go before those of the Job."""
         body = {**self._body(job, ids, max_tokens), **fields}
-        async with aclosing(self._parts(ids, body)) as parts:
+        async with aclosing(self._servers.parts(ids, body)) as parts:
             return joined([part async for part in parts])
 
-    async def _parts(self, ids: Sequence[int], body: Mapping[str, Any]) -> AsyncGenerator[Part, None]:
-        """Yield the parts of an answer, an empty one first; servers are tried in turn until one has answered.
-
-        Raises:
-            _Lost: none answers.
-            _BrokenOff: the one that did is gone.
-        """
-        reason = "there is none"
-        for url in self._replicas.order(ids):
-            is_answered = False
-            try:
-                if self._has_plugin and url not in self._proven:
-                    await self._prove(url)
-                with self._replicas.running(url, ids):
-                    async with aclosing(self._post(url, body)) as parts:
-                        async for part in parts:
-                            is_answered = is_answered or part != _NOTHING
-                            yield part
-                if is_answered:
-                    self._replicas.worked(url)
-                    return
-                raise _Lost("it answered nothing")
-            except (_Lost, OSError) as error:
-                self._replicas.failed(url)
-                self._proven.discard(url)
-                reason = f"{url}: {str(error) or type(error).__name__}"
-                if is_answered:
-                    raise _BrokenOff(reason) from None
-        raise _Lost(reason)
-
-    async def _post(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[Part, None]:
-        """Yield an empty part when a server takes a request on, and then those of its stream, which is read to its end
-        so that its connection can be kept.
-
-        Raises:
-            _Lost: it sends what is no answer.
-            OSError: it is gone.
-            GenerationFailed: it refuses the request.
-        """
-        reader = EventReader(_MAX_EVENT_BYTES, is_strict=True)
-        num_ids = len(self.tokenizer.pieces)
-        with closing(await self._client.ask("POST", url, "/v1/completions", encode_json(body))) as answer:
-            if answer.status != 200:
-                self._refuse(answer.status, await answer.whole(_MAX_REFUSAL_BYTES))
-            if answer.kind not in ("", EVENTS):
-                raise _Lost(f"it answers with `{answer.kind}` where `{EVENTS}` was asked for")
-            yield _NOTHING
-            has_ended = False
-            num_tokens, num_events = body["max_tokens"] + 1, body["max_tokens"] + _MAX_EMPTY
-            while (piece := await answer.piece()) is not None:
-                try:
-                    for data in reader.feed(piece):
-                        if data != b"[DONE]":
-                            part = read_part(data, num_ids)
-                            num_tokens -= len(part.ids)
-                            num_events -= 1
-                            if num_tokens < 0 or num_events < 0:
-                                raise ValueError("it is longer than what was asked for")
-                            yield part
-                            has_ended = has_ended or part.reason is not None
-                except ValueError as error:
-                    raise _Lost(f"it sends what is no answer: {error}") from None
-            if not has_ended:
-                raise _Lost("its stream ends before the answer")
-
-    async def _prove(self, url: str) -> None:
-        """See that the plug-in acts on a server: it writes tokens there that no model would.
-
-        Raises:
-            _Lost: it does not.
-        """
+    def _proof(self) -> Proof:
+        """Return what shows that the plug-in acts on a server: it writes tokens there that no model would."""
         size = len(self.tokenizer.pieces)
         drawn = [secrets.randbelow(size) for _ in range(_NUM_PROVING)]
         prompt = Prompt(tuple(self.tokenizer.encode(b"a", special=False)), (), b"", origin=0, floor=0, prefix="")
         job = Job("", 0, prompt, _NUM_PROVING, Sampling(seed=0, temperature=0.0), ignore_end=True)
         body = {**self._body(job, prompt.ids, _NUM_PROVING), "vllm_xargs": encode_request(job, drawn)}
-        written: list[int] = []
-        async with aclosing(self._post(url, body)) as parts:
-            async for part in parts:
-                written += part.ids
-        if written != drawn:
-            raise _Lost("`upstream_plugin` is set, but the plug-in does not act there")
-        self._proven.add(url)
+        return Proof(body, drawn, "`upstream_plugin` is set, but the plug-in does not act there")
 
-    def _refuse(self, status: int, body: bytes) -> NoReturn:
-        """Raise what a server's refusal means.
 
-        Raises:
-            _Lost: it cannot answer now, or says nothing that is an answer.
-            GenerationFailed: it never will.
-        """
-        try:
-            message = message_of(json.loads(body))
-        except (ValueError, RecursionError):
-            message = body[:200].decode("utf-8", "replace")
-        if 400 <= status < 500 and status not in (408, 429):
-            raise GenerationFailed(f"the model's server refuses the request ({status}): {message}")
-        raise _Lost(f"status {status}: {message}")
-
-    async def _first_model(self) -> str:
-        """Return the name of the first model that a server lists.
-
-        Raises:
-            ConfigError: none does.
-        """
-        reason = "no address is set"
-        for url in self._replicas.order(()):
-            try:
-                with closing(await self._client.ask("GET", url, "/v1/models")) as answer:
-                    if answer.status != 200:
-                        raise OSError(f"status {answer.status}")
-                    return str(json.loads(await answer.whole(_MAX_LIST_BYTES))["data"][0]["id"])
-            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-                reason = f"{url}: {str(error) or type(error).__name__}"
-        raise ConfigError(f"no server tells the name of its model, so set `upstream_model` ({reason})")
-
-    # -- answers ------------------------------------------------------------------------------------------------------
-
-    def _tokens(self, part: Part, job: Job) -> tuple[Token, ...]:
-        """Return what a part has written. A server that tells no ids gives text, which is tokenised."""
-        pieces = self.tokenizer.pieces
-        ids = part.ids or self.tokenizer.encode(part.text.encode(), special=False)
-        if job.logprobs is None:
-            return tuple(Token(id, pieces[id]) for id in ids)
-        return tuple(
-            Token(
-                id,
-                pieces[id],
-                part.logprobs[at] if at < len(part.logprobs) else None,
-                self._top(part.tops[at], job.logprobs) if at < len(part.tops) else (),
-            )
-            for at, id in enumerate(ids)
+def _tokens(part: Part, job: Job, tokenizer: Tokenizer) -> tuple[Token, ...]:
+    """Return what a part has written. A server that tells no ids gives text, which is tokenised."""
+    pieces = tokenizer.pieces
+    ids = part.ids or tokenizer.encode(part.text.encode(), special=False)
+    if job.logprobs is None:
+        return tuple(Token(id, pieces[id]) for id in ids)
+    return tuple(
+        Token(
+            id,
+            pieces[id],
+            part.logprobs[at] if at < len(part.logprobs) else None,
+            _top(part.tops[at], job.logprobs, tokenizer) if at < len(part.tops) else (),
         )
+        for at, id in enumerate(ids)
+    )
 
-    def _top(self, scores: Mapping[str | int, float], num: int) -> tuple[ScoredToken, ...]:
-        found = []
-        for token, logprob in scores.items():
-            ids = [token] if isinstance(token, int) else self.tokenizer.encode(token.encode(), special=True)
-            if len(ids) == 1:
-                found.append(ScoredToken(ids[0], self.tokenizer.pieces[ids[0]], logprob))
-        return tuple(sorted(found, key=lambda token: -token.logprob)[:num])
+
+def _top(scores: Mapping[str | int, float], num: int, tokenizer: Tokenizer) -> tuple[ScoredToken, ...]:
+    found = []
+    for token, logprob in scores.items():
+        ids = [token] if isinstance(token, int) else tokenizer.encode(token.encode(), special=True)
+        if len(ids) == 1:
+            found.append(ScoredToken(ids[0], tokenizer.pieces[ids[0]], logprob))
+    return tuple(sorted(found, key=lambda token: -token.logprob)[:num])
 
 
 def _healed(job: Job, tokens: Sequence[Token]) -> Step:
