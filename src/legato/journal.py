@@ -80,6 +80,7 @@ _PROGRESS = (
 )
 _BATCH = 50
 """How many journals that are over are looked at together when room is made."""
+_SWEPT_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,19 +323,24 @@ class Journal:
             add_usage(connection, _untold(row, taken))
             return True
 
-    def sweep(self) -> None:
-        """Remove what is over and older than it may become."""
+    def sweep(self) -> bool:
+        """Remove some of what is over and older than it may become, and return whether that was all.
+
+        So many at a time that others who write wait for a moment at most.
+        """
         old = self._clock.wall() - self._settings.retention_s
         over = (_generations.c.state != "running", _generations.c.created_at < old)
         with self._store.writing() as connection:
-            ids = connection.execute(sa.select(_generations.c.id).where(*over).order_by(_generations.c.id)).scalars()
-            for id in ids.all():
+            some = sa.select(_generations.c.id).where(*over).order_by(_generations.c.id).limit(_SWEPT_AT_ONCE)
+            ids = connection.execute(some).scalars().all()
+            for id in ids:
                 _remove(connection, id)
             # Counted anew now and then, so that no mistake lasts. Who has changed a size and holds the row is waited
             # for; who will change one has not been seen, and adds what it is.
             connection.execute(sa.update(_room).values(num_bytes=_room.c.num_bytes))
             taken = sa.select(sa.func.coalesce(sa.func.sum(_generations.c.num_bytes), 0)).scalar_subquery()
             connection.execute(sa.update(_room).values(num_bytes=taken))
+        return len(ids) < _SWEPT_AT_ONCE
 
     # Helpers
 

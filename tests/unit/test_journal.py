@@ -254,6 +254,20 @@ def test_what_is_over_goes_when_it_is_old(opened: Store, begun: Record) -> None:
     assert counted(opened) == (0, 0)
 
 
+def test_what_is_old_goes_a_few_at_a_time(opened: Store) -> None:
+    """Others who write get their turn meanwhile."""
+    now = [time.time()]
+    journal = Journal(opened, StoreSettings(retention_s=100), Clock(wall=lambda: now[0]))
+    ids = [record().id for _ in range(70)]
+    for id in ids:
+        journal.create(record(id=id))
+        journal.append({id: News(1, ENTRIES, DONE)})
+    now[0] += 101
+    assert [journal.sweep() for _ in range(3)] == [False, False, True]
+    assert not any(journal.find(id, "ann") for id in ids)
+    assert counted(opened) == (0, 0)
+
+
 def test_all_bytes_are_counted(opened: Store, here: Journal) -> None:
     made = record(body={"model": "m", "prompt": "ü" * 100}, before=Written("ö", "ß"), job="{}" * 50)
     here.create(made)

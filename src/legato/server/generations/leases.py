@@ -212,5 +212,6 @@ class Adoption:
         """Remove what is old, now and then."""
         now = self._clock.steady()
         if self._swept_at is None or now - self._swept_at > self._pace.sweep_s:
-            await self._journal.writes.run(self._journal.sweep)
+            while not await self._journal.writes.run(self._journal.sweep):
+                pass  # Others get their turn meanwhile.
             self._swept_at = now
