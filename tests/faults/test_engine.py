@@ -68,8 +68,8 @@ class Unreliable(Child):
         return await super().read_errors()
 
     def close(self) -> None:
-        self._faults.call("close")
         super().close()
+        self._faults.call("close")
 
     def kill(self) -> None:
         self._faults.call("kill")
