@@ -91,6 +91,15 @@ def read(source: int, until: str) -> str:
     return text
 
 
+def fill(sink: int) -> None:
+    """Write to a pipe until it has no room."""
+    os.set_blocking(sink, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(sink, b"." * 4096)
+    os.set_blocking(sink, True)
+
+
 def test_what_is_logged_arrives_in_order() -> None:
     with piped() as (source, _, logger):
         for number in range(500):
@@ -107,7 +116,8 @@ def test_a_pipe_that_nobody_reads_holds_up_nobody(num_threads: int) -> None:
         for _ in range(num):
             logger.warning("%s", "x" * 60)
 
-    with piped() as (source, _, logger):
+    with piped() as (source, writer, logger):
+        fill(writer._descriptor)  # A thread that logs faster than another writes would be told of more than once.
         threads = [threading.Thread(target=log) for _ in range(num_threads)]
         began = time.monotonic()
         for thread in threads:
