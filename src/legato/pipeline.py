@@ -159,7 +159,8 @@ class Run:
             async for step in steps:
                 num_cached += step.num_cached
                 num_drafted += step.num_drafted
-                self.usages[choice] = Usage(job.prompt.num_tokens, text.num_tokens, num_cached)
+                if not step.tokens:
+                    self.usages[choice] = Usage(job.prompt.num_tokens, text.num_tokens, num_cached)
                 if not step.tokens and not step.prompt and step.finish is None:
                     yield Accepted(choice, self._prompt_ids(job.prompt))
                     if request.output.echo and not job.score_prompt:

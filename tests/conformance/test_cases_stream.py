@@ -408,15 +408,11 @@ def test_c055_r30_work_ends_when_its_client_leaves(small: Served, solo: Served, 
     source = {"prompt": prompt} if path == COMPLETIONS else {"messages": [user(prompt)]}
     body = body_for(small, path, **source, max_tokens=4000, stream="whole" not in phase)
     short = body_for(small, COMPLETIONS, prompt="One, two,", max_tokens=4)
-    started = time.monotonic()
     expected = text_of(small.post(COMPLETIONS, short).json())
-    alone_s = time.monotonic() - started
     moment = {"decode": after_three_events, "whole decode": after(0.3)}.get(phase, after(0.02))
     leave(small, path, body, when=moment)
-    started = time.monotonic()
     assert text_of(small.post(COMPLETIONS, short).json()) == expected
-    assert time.monotonic() - started < alone_s + 2
-    assert eventually(lambda: is_idle(small))
+    assert eventually(lambda: is_idle(small), 10), "its 4,000 tokens are written for nobody"
     before = worker_seconds(small)
     time.sleep(0.3)
     assert worker_seconds(small) - before < 0.1, "the worker goes on"
