@@ -29,16 +29,16 @@ from matplotlib import pyplot
 from numpy.typing import NDArray
 
 from bench.report import save_png
+from legato.catalog.pull import find_model
 from legato.config import Settings
+from legato.decoding.sampling import Row, log_softmax
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.scheduler import Scheduler
 from legato.engines.llamacpp.spill import Spill
 from legato.errors import LegatoError
-from legato.profiles import Profile
-from legato.prompting import render
-from legato.pull import find_model
-from legato.sampling import Row, log_softmax
-from legato.seam import Seam
+from legato.prompting.profiles import Profile
+from legato.prompting.render import render
 from legato.types import CompletionRequest, Job, Prompt, Sampling, SeamOptions, Text
 
 __all__ = ["PREFIXES", "Continuations", "Distribution", "Result", "distance", "measure", "perfect_distance"]

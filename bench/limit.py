@@ -17,12 +17,12 @@ import click
 
 from bench.measure import Measure
 from bench.report import table
+from legato.catalog.pull import find_model
 from legato.config import Settings, worker_environment
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.llamacpp.scheduler import Scheduler
 from legato.engines.llamacpp.spill import Spill
-from legato.pull import find_model
-from legato.seam import Seam
 from legato.types import Job, Prompt, Sampling
 
 __all__ = ["main"]

@@ -24,7 +24,7 @@ import httpx2
 
 from bench.client import serving
 from bench.scripted import SCRIPT
-from legato.store import Key, Store
+from legato.storage.store import Key, Store
 
 __all__ = ["Streams", "apart", "on_core", "streams"]
 

@@ -8,13 +8,13 @@ import signal
 import sys
 from contextlib import closing
 
-from legato.admission import Admission
 from legato.config import LimitSettings, ServerSettings
 from legato.engines.scripted import ScriptedEngine
-from legato.models import Model, Models
+from legato.run.admission import Admission
+from legato.run.models import Model, Models
 from legato.server.app import create_app
 from legato.server.run import listen, run_app
-from legato.store import Store
+from legato.storage.store import Store
 
 SCRIPT = tuple(b" w%03d" % num for num in range(200))
 """Each byte is a token, and an event of a stream; what is lost or doubled shows."""

@@ -31,8 +31,8 @@ from bench.front import cost, killed
 from bench.measure import SIZES, Measure, Size
 from bench.report import write
 from bench.speed import rounds
+from legato.catalog.pull import find_model
 from legato.config import Settings
-from legato.pull import find_model
 from tests.tokenizers import write_tokenizer
 
 _VERSION = "0.32.0"

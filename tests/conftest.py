@@ -20,15 +20,15 @@ import hypothesis
 import openai
 import pytest
 
+from legato.catalog.pull import find_model
 from legato.config import LimitSettings, ModelSettings, ServerSettings, Settings, StoreSettings
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.binding import Vocabulary
 from legato.engines.scripted import Script, ScriptedEngine
-from legato.models import Model, Models, load_models
-from legato.pull import find_model
-from legato.seam import Seam
+from legato.run.models import Model, Models, load_models
 from legato.server.app import create_app
 from legato.server.run import listen, run_app
-from legato.store import Store
+from legato.storage.store import Store
 from legato.types import Job
 from tests.tokenizers import write_tokenizer
 
@@ -225,7 +225,7 @@ def _serve(
 @contextmanager
 def serve_script(script: Script | Callable[[Job], Script], **options: Any) -> Iterator[Served]:
     """Serve the scripted engine."""
-    from legato.admission import Admission
+    from legato.run.admission import Admission
 
     engine_options = {"context_length": options.pop("context_length")} if "context_length" in options else {}
     admission = options.pop("admission", None)

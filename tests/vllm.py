@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from legato.decoding.sampling import Row, log_softmax
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.binding import Batch, Model
 from legato.engines.upstream.plugin import Chooser, decode_request
 from legato.engines.upstream.tokenizer import JsonTokenizer
-from legato.sampling import Row, log_softmax
-from legato.seam import Seam
 from tests.conftest import weights
 
 __all__ = ["Vllm", "serve_vllm"]

@@ -20,8 +20,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import platformdirs
 
 from legato.errors import ConfigError
-from legato.machine import cores
-from legato.service_links import is_service_link
+from legato.system.machine import cores
+from legato.system.service_links import is_service_link
 
 __all__ = [
     "LimitSettings",

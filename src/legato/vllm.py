@@ -15,9 +15,9 @@ import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from legato.decoding.seam import Seam
 from legato.engines.upstream.plugin import Chooser, decode_request
 from legato.engines.upstream.tokenizer import JsonTokenizer
-from legato.seam import Seam
 
 __all__ = ["SeamProcessor"]
 

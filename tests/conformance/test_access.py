@@ -10,8 +10,8 @@ import pytest
 from starlette.routing import Router
 
 from legato.config import LimitSettings, ServerSettings
-from legato.models import Models
-from legato.pipeline import Report
+from legato.run.models import Models
+from legato.run.run import Report
 from legato.server.app import create_app
 from legato.server.queries import report_headers
 from tests.conformance.reading import CHAT, COMPLETIONS, HI, body_for

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from legato.errors import StoreUnavailable
-from legato.store import Charge, Key, Store, UsageRow
+from legato.storage.store import Charge, Key, Store, UsageRow
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.test_keys import bearer, wait_for_usage
 from tests.conformance.test_watch import metrics

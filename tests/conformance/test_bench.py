@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.profiles import InfillTokens
+from legato.prompting.profiles import InfillTokens
 from tests.conftest import Served, serve_script
 from tests.docs.pages import ROOT
 

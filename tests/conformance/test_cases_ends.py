@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from legato.loops import MAX_TOKENS, MIN_TOKENS
+from legato.text.cycles import MAX_TOKENS, MIN_TOKENS
 from tests.conformance.reading import (
     CHAT,
     COMPLETIONS,

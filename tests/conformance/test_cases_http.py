@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from legato.admission import Admission
 from legato.config import LimitSettings, ServerSettings
 from legato.engines.scripted import Pause
+from legato.run.admission import Admission
 from tests.conformance.reading import (
     CHAT,
     COMPLETIONS,

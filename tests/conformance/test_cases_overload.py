@@ -18,22 +18,22 @@ from typing import Any
 import httpx2
 import pytest
 
-from legato.admission import Admission
 from legato.config import LimitSettings, ServerSettings, StoreSettings
 from legato.dialects.base import Encoder, Facts
 from legato.dialects.openai import CompletionsDialect
 from legato.engines.scripted import Pause, Script, ScriptedEngine
 from legato.errors import LegatoError
-from legato.models import Model, Models
+from legato.run.admission import Admission
+from legato.run.models import Model, Models
 from legato.server import streaming
 from legato.server.access import Access
 from legato.server.app import Generation
 from legato.server.generations import Generations
 from legato.server.ledger import Ledger
 from legato.server.middleware import Gate, Guarded, Watched
-from legato.server.watch import Watch
-from legato.store import Store
-from legato.supervisor import Supervisor
+from legato.server.telemetry import Watch
+from legato.storage.store import Store
+from legato.system.supervisor import Supervisor
 from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Job, Usage
 from tests.conformance.reading import (
     CHAT,

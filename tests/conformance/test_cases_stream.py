@@ -15,8 +15,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from legato.admission import Admission
 from legato.engines.scripted import Fault, Pause, Script
+from legato.run.admission import Admission
 from legato.server import streaming
 from legato.types import Job
 from tests.conformance.reading import (

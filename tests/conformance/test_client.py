@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from legato import AsyncClient, Client
-from legato.asking import DIALECTS, ConnectFailed, StatusError, StreamInterrupted
+from legato.client.protocol import DIALECTS, ConnectFailed, StatusError, StreamInterrupted
 from legato.engines.scripted import Script
 from legato.errors import InvalidField, UnsupportedFeature
 from legato.types import Job, Tags

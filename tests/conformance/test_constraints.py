@@ -533,7 +533,7 @@ def test_a_compiler_is_ended_with_the_server() -> None:
         before = children(os.getpid())
         assert answer(served, guided_choice=["a"]) == ("a", "stop")
         (checker,) = [pid for pid in children(os.getpid()) if pid not in before]
-        assert b"legato.constraint" in Path(f"/proc/{checker}/cmdline").read_bytes()
+        assert b"legato.decoding.grammar" in Path(f"/proc/{checker}/cmdline").read_bytes()
         os.kill(checker, signal.SIGKILL)  # As the system does, where memory ends.
         assert answer(served, guided_choice=["b"]) == ("b", "stop")  # Which is nobody's fault.
         assert answer(served, guided_choice=["c"]) == ("c", "stop")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from legato.profiles import InfillTokens
+from legato.prompting.profiles import InfillTokens
 from tests.conformance.reading import check_error, fold, read_events, stream
 from tests.conftest import DEFAULT, Served, serve_script, serve_weights
 

@@ -18,10 +18,10 @@ import pytest
 
 from legato.config import ModelSettings, ServerSettings, Settings
 from legato.engines.scripted import Pause
-from legato.models import Models, load_models
-from legato.profiles import InfillTokens
+from legato.prompting.profiles import InfillTokens
+from legato.run.models import Models, load_models
 from legato.server import access
-from legato.store import Key, Store, UsageRow
+from legato.storage.store import Key, Store, UsageRow
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.routes import EVERY, body_on
 from tests.conformance.test_cli import alone, failure, output, run

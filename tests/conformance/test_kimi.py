@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from legato.admission import Admission
 from legato.config import ModelSettings, ServerSettings, Settings
 from legato.engines.scripted import Fault, Pause
-from legato.models import Models, load_models
+from legato.run.admission import Admission
+from legato.run.models import Models, load_models
 from legato.types import Tags
 from tests.conformance.reading import CHAT, check_error, fold, folded, stream, together, user
 from tests.conformance.vendors import KEY, run_example

@@ -17,10 +17,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from legato.admission import Admission
 from legato.config import ServerSettings
 from legato.engines.scripted import Fault, Pause, Script
-from legato.profiles import InfillTokens
+from legato.prompting.profiles import InfillTokens
+from legato.run.admission import Admission
 from legato.server import streaming
 from tests.conformance.reading import CHAT, COMPLETIONS, HI, eventually, is_idle, num_running, read_events, text_of
 from tests.conformance.routes import (

@@ -14,9 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from legato.admission import Admission
 from legato.config import ServerSettings
 from legato.engines.scripted import Fault, Pause, Script
+from legato.run.admission import Admission
 from legato.types import Job
 from tests.conformance.reading import eventually, is_idle, num_running
 from tests.conftest import VENDOR_NAMES, Served, serve_script

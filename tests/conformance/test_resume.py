@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from legato.config import ServerSettings, StoreSettings
 from legato.engines.scripted import Fault, Pause, Script
-from legato.store import Key, Store
+from legato.storage.store import Key, Store
 from legato.types import Job
 from tests.conformance.reading import CHAT, COMPLETIONS, check_error, together, user
 from tests.conformance.routes import OPENAI_SHAPED, body_on
@@ -426,10 +426,10 @@ async def main(url: str) -> None:
     """Serve the words from a process of its own, until it is killed."""
     import asyncio
 
-    from legato.admission import Admission
     from legato.config import LimitSettings
     from legato.engines.scripted import ScriptedEngine
-    from legato.models import Model, Models
+    from legato.run.admission import Admission
+    from legato.run.models import Model, Models
     from legato.server.app import create_app
     from legato.server.run import listen, run_app
 

@@ -9,7 +9,7 @@ import pytest
 
 from legato.config import ModelSettings, Settings
 from legato.engines.scripted import Fault, Pause, Script
-from legato.models import Models, load_models
+from legato.run.models import Models, load_models
 from legato.types import Job, Tags
 from tests.conformance.reading import (
     CHAT,

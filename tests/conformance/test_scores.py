@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from legato.decoding.sampling import log_softmax
 from legato.engines.llamacpp.binding import Batch, Model
-from legato.sampling import log_softmax
 from tests.conformance.reading import together
 from tests.conftest import DEFAULT, SMALL, Served, weights
 

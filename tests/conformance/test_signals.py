@@ -16,7 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from legato.signals import ENDING
+from legato.system.signals import ENDING
 from tests.conftest import SMALL, children, running
 
 NUM_STREAMS = 4

@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from legato.admission import Admission
 from legato.config import ServerSettings
 from legato.engines.scripted import Fault, Pause
+from legato.run.admission import Admission
 from tests.conformance.reading import eventually, fold, num_running, read_events, text_of, user
 from tests.conformance.vendors import (
     CHATS,

@@ -16,7 +16,7 @@ from legato.engines.llamacpp.worker import WorkerSettings
 from legato.engines.scripted import Fault, Pause, ScriptedEngine
 from legato.engines.upstream.engine import UpstreamEngine
 from legato.errors import GenerationFailed
-from legato.prompting import render
+from legato.prompting.render import render
 from legato.types import CompletionRequest, Job, Sampling, Step, Text
 from tests.conftest import SMALL, serve_weights, tokenizer_folder, weights
 

@@ -27,14 +27,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.config import ModelSettings, Settings
+from legato.decoding.sampling import Row, log_softmax
+from legato.decoding.seam import Seam
 from legato.engines.upstream.engine import UpstreamEngine
 from legato.engines.upstream.plugin import Chooser, decode_request
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import EngineError
-from legato.models import Models, load_models
-from legato.prompting import render
-from legato.sampling import Row, log_softmax
-from legato.seam import Seam
+from legato.prompting.render import render
+from legato.run.models import Models, load_models
 from legato.types import CompletionRequest, Job, Sampling, Step, Text
 from tests.conftest import NO_TLS, serve
 from tests.tokenizers import write_small_tokenizer

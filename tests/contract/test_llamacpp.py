@@ -99,7 +99,7 @@ def test_penalties_and_bias_reach_the_model() -> None:
 
 def test_without_the_seam_the_prompt_is_fed_as_it_is() -> None:
     async def check() -> None:
-        from legato.prompting import render
+        from legato.prompting.render import render
         from legato.types import CompletionRequest, Text
 
         async with started("llamacpp") as engine:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from legato.catalog.pull import find_model
 from legato.config import Settings
 from legato.engines.llamacpp import matmul
 from legato.engines.llamacpp.binding import Batch, Model
-from legato.pull import find_model
 from tests.conftest import SMALL
 
 pytestmark = pytest.mark.skipif(not matmul.is_loaded, reason="the library is for processors with AVX-512 VNNI")

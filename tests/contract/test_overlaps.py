@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.binding import Model
 from legato.engines.llamacpp.scheduler import Scheduler
 from legato.engines.llamacpp.spill import Spill
-from legato.profiles import profile_from_metadata
-from legato.prompting import render
-from legato.seam import Seam
+from legato.prompting.profiles import profile_from_metadata
+from legato.prompting.render import render
 from legato.types import CompletionRequest, Job, Sampling, Text
 from tests.conftest import DEFAULT, SMALL, weights
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from legato.admission import Admission
-from legato.models import Model
-from legato.pipeline import plan
+from legato.run.admission import Admission
+from legato.run.models import Model
+from legato.run.run import plan
 from legato.types import CompletionRequest, Infill, Job, SamplingOptions
 from tests.contract.test_engines import data_of, steps_of
 from tests.contract.test_reuse import engine_with

@@ -19,7 +19,7 @@ import pytest
 
 from legato.config import LimitSettings, load_settings
 from legato.engines.llamacpp.engine import _SPILL_S
-from legato.store import Key, Store
+from legato.storage.store import Key, Store
 from tests.conftest import NO_TLS
 from tests.docs.pages import DOCS, ROOT, blocks
 from tests.docs.test_blocks import environment

@@ -26,8 +26,8 @@ from legato.cli import group
 from legato.config import Settings, load_settings
 from legato.dialects import llamacpp, ollama
 from legato.dialects import openai as dialect
-from legato.dialects.bodies import CommonBody
-from legato.dialects.shapes import error_type
+from legato.dialects.openai_requests import CommonBody
+from legato.dialects.openai_responses import error_type
 from legato.errors import CapacityError, ConfigError, LegatoError
 from tests.conftest import DEFAULT, Served, serve_weights
 from tests.docs.fields import PATHS, VendorPath, bodies, fate, named

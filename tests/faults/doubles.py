@@ -12,9 +12,9 @@ from typing import NoReturn
 
 import sqlalchemy as sa
 
-from legato.clock import Clock
 from legato.errors import StoreUnavailable
-from legato.store import Store
+from legato.storage.store import Store
+from legato.system.clock import Clock
 from tests.faults import tried
 
 __all__ = ["CLOCKS", "DEATHS", "Fault", "FaultyClock", "FaultyStore", "Kind"]

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from legato.admission import Admission
-from legato.clock import Clock
 from legato.config import StoreSettings
 from legato.dialects import openai
 from legato.engines.scripted import Pause, Script, ScriptedEngine
 from legato.errors import CapacityError, GenerationNotFound, LegatoError
-from legato.models import Model, Models
-from legato.pipeline import plan
+from legato.run.admission import Admission
+from legato.run.models import Model, Models
+from legato.run.run import plan
 from legato.server.generations import Generations
 from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.ledger import Ledger
-from legato.server.watch import Watch
-from legato.store import ANYONE
-from legato.supervisor import Supervisor
+from legato.server.telemetry import Watch
+from legato.storage.store import ANYONE
+from legato.system.clock import Clock
+from legato.system.supervisor import Supervisor
 from legato.types import Job
 from tests.faults.doubles import DEATHS, Fault, FaultyStore
 

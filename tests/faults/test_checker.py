@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.checker import Allowance, Checker, Child
+from legato.decoding.grammar_check import Allowance, Checker, Child
 from legato.errors import InvalidField, Overloaded
 from legato.types import ConstraintOptions
 from tests.conftest import children

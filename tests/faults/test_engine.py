@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from legato.admission import Admission
 from legato.config import worker_environment
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.engine import LlamaCppEngine
 from legato.engines.llamacpp.process import Child
 from legato.engines.llamacpp.worker import WorkerSettings
 from legato.engines.scripted import ByteTokenizer
 from legato.errors import EngineUnavailable, GenerationFailed
-from legato.models import Model, Models
-from legato.profiles import Profile
-from legato.seam import Seam
-from legato.supervisor import together
+from legato.prompting.profiles import Profile
+from legato.run.admission import Admission
+from legato.run.models import Model, Models
+from legato.system.supervisor import together
 from legato.types import Job, Prompt, Sampling, Step
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.test_watch import metrics

@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from legato.clock import Clock
 from legato.config import StoreSettings
-from legato.store import Store
-from legato.supervisor import beside
+from legato.storage.store import Store
+from legato.system.clock import Clock
+from legato.system.supervisor import beside
 from tests.faults import HANGS_AFTER_S
 from tests.faults.doubles import CLOCKS, Fault, FaultyClock, Kind
 from tests.faults.servers import LONG, TEXT, Reading, World

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from legato.admission import Admission
 from legato.dialects import openai
 from legato.engines.scripted import Pause, ScriptedEngine
-from legato.models import Model
-from legato.pipeline import plan
+from legato.run.admission import Admission
+from legato.run.models import Model
+from legato.run.run import plan
 from legato.server.ledger import Ledger
-from legato.store import Key, UsageRow
-from legato.supervisor import Supervisor
+from legato.storage.store import Key, UsageRow
+from legato.system.supervisor import Supervisor
 from tests.faults import HANGS_AFTER_S
 from tests.faults.doubles import CLOCKS, DEATHS, Fault, FaultyStore, Kind
 

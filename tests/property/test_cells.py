@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.scheduler import Scheduler
 from legato.engines.llamacpp.spill import Spill
-from legato.seam import Seam
 from legato.types import Job, Prompt, Sampling, Token
 from tests.fake_model import FakeModel, MergeTokenizer
 

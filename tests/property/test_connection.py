@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from legato.config import LimitSettings
-from legato.server.connection import Connection
-from legato.server.exchange import REFUSAL, Exchange
+from legato.server.http.connection import Connection
+from legato.server.http.exchange import REFUSAL, Exchange
 
 
 class Line(asyncio.Transport):

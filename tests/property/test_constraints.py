@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from legato.checker import Checker
-from legato.constraint import Compiler, grammar
+from legato.decoding.grammar import Compiler, grammar
+from legato.decoding.grammar_check import Checker
 from legato.engines.llamacpp.binding import Vocabulary
 from legato.errors import InvalidField
 from legato.types import ConstraintOptions

@@ -15,10 +15,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.choosing import Choosing
+from legato.decoding.choice import Choosing
+from legato.decoding.sampling import Row
+from legato.decoding.seam import ScoredInner, Seam, best_cover
 from legato.engines.llamacpp.recall import Recall
-from legato.sampling import Row
-from legato.seam import ScoredInner, Seam, best_cover
 from legato.types import FinishReason, Job, Prompt, Sampling, Step, Token
 
 WORDS = [b"a", b"b", b" ", b"\n", b"ab", b"abb", b"ba", b"bab", b" a", b" ab", b" ba", b"  ", b"\n ", b"\n  ", b"\n  a"]

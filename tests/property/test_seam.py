@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from legato.decoding.seam import Seam, is_whole
 from legato.engines.llamacpp.binding import Vocabulary
 from legato.errors import InvalidField
-from legato.profiles import Profile, profile_from_metadata
-from legato.prompting import render
-from legato.seam import Seam, is_whole
+from legato.prompting.profiles import Profile, profile_from_metadata
+from legato.prompting.render import render
 from legato.types import Chat, CompletionRequest, Mark, Message, Prompt, Text
 
 WORDS = [

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.admission import Admission, Claim
 from legato.errors import Overloaded, RateLimited
+from legato.run.admission import Admission, Claim
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

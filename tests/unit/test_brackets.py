@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.brackets import LANGUAGES, Brackets, Mark
+from legato.text.brackets import LANGUAGES, Brackets, Mark
 
 PROGRAMS = [
     ("c", "f(a[1]); // )\n/* } */ {", "{"),

@@ -20,7 +20,7 @@ from legato.config import (
     worker_environment,
 )
 from legato.errors import ConfigError
-from legato.machine import cores
+from legato.system.machine import cores
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,9 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("statement", ["import legato", "import legato.cli", "import legato.pipeline, legato.models"])
+@pytest.mark.parametrize(
+    "statement", ["import legato", "import legato.cli", "import legato.run.run, legato.run.models"]
+)
 def test_what_is_not_needed_is_not_loaded(statement: str) -> None:
     heavy = {"starlette", "uvicorn", "pydantic", "httpx2", "llama_cpp", "huggingface_hub", "openai"}
     assert loaded_by(statement) & heavy == set()

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from legato.admission import Admission
-from legato.clock import Clock
 from legato.config import StoreSettings
 from legato.dialects import openai
 from legato.engines.scripted import Fault, Pause, Script, ScriptedEngine
@@ -26,9 +24,9 @@ from legato.errors import (
     ModelNotFound,
     StoreUnavailable,
 )
-from legato.journal import End, Entry, Journal, Lease, Record, Written, new_id
-from legato.models import Model, Models
-from legato.pipeline import Run, plan
+from legato.run.admission import Admission
+from legato.run.models import Model, Models
+from legato.run.run import Run, plan
 from legato.server.generations import Generations
 from legato.server.generations.driver import Driver
 from legato.server.generations.leases import Adoption, Leases
@@ -37,9 +35,11 @@ from legato.server.generations.pace import Pace
 from legato.server.generations.replay import Replay, failure_frames
 from legato.server.generations.writer import Writer
 from legato.server.ledger import Ledger
-from legato.server.watch import Watch
-from legato.store import ANYONE, Store
-from legato.supervisor import Supervisor, beside
+from legato.server.telemetry import Watch
+from legato.storage.journal import End, Entry, Journal, Lease, Record, Written, new_id
+from legato.storage.store import ANYONE, Store
+from legato.system.clock import Clock
+from legato.system.supervisor import Supervisor, beside
 from legato.types import Handle, Token
 
 PATH = "/v1/completions"

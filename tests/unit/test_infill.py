@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.infill import fit, lay_out
-from legato.profiles import InfillTokens, profile_from_metadata
+from legato.prompting.infill import fit, lay_out
+from legato.prompting.profiles import InfillTokens, profile_from_metadata
 from legato.types import File, Infill
 
 GAP = Infill("import a\ndef f(x):\n    ret", "rn x\n", files=(File("a.py", "A"), File("b.py", "B")))

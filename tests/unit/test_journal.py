@@ -1,4 +1,4 @@
-"""Journals (`legato.journal`), on both databases that they may be in."""
+"""Journals (`legato.storage.journal`), on both databases that they may be in."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
-from legato.clock import Clock
 from legato.config import StoreSettings
 from legato.errors import JournalFull
-from legato.journal import End, Entry, Journal, Lease, News, Record, Verdict, Written, new_id
-from legato.store import Store, UsageRow
+from legato.storage.journal import End, Entry, Journal, Lease, News, Record, Verdict, Written, new_id
+from legato.storage.store import Store, UsageRow
+from legato.system.clock import Clock
 from legato.types import ScoredToken, Token
 from tests.unit.test_store import opened, postgresql, url
 
@@ -342,7 +342,7 @@ def old(url: str) -> Iterator[sa.Engine]:
         Path(url.removeprefix("sqlite:///")).parent.mkdir()
     engine = sa.create_engine(url.replace("postgresql", "postgresql+psycopg"))
     config = Config()
-    config.set_main_option("script_location", "legato:migrations")
+    config.set_main_option("script_location", "legato.storage:migrations")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "0002")

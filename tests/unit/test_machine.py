@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from legato.config import ModelSettings
-from legato.machine import Cores, cores
+from legato.system.machine import Cores, cores
 
 V2 = "36 25 0:31 {top} {mount} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "33 25 0:28 {top} {mount} rw,nosuid - cgroup cgroup rw,cpu,cpuacct"
@@ -122,7 +122,7 @@ def test_a_process_in_a_group_with_a_quota() -> None:
         pytest.skip(f"no control group can be made: {error}")
     script = (
         f"open('{inner}/cgroup.procs', 'w').write('0')\n"
-        "from legato.config import ModelSettings; from legato.machine import cores\n"
+        "from legato.config import ModelSettings; from legato.system.machine import cores\n"
         "print(cores().quota, ModelSettings().num_threads)"
     )
     try:

@@ -11,8 +11,8 @@ import legato
 
 SOURCES = Path(legato.__file__).parent
 OWNERS = {
-    "supervisor.py": {"create_task", "ensure_future", "gather", "TaskGroup"},
-    "threads.py": {"to_thread", "run_in_executor"},
+    "system/supervisor.py": {"create_task", "ensure_future", "gather", "TaskGroup"},
+    "system/threads.py": {"to_thread", "run_in_executor"},
 }
 
 

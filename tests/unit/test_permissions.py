@@ -17,8 +17,8 @@ from legato.cli.options import open_store
 from legato.config import Settings, StoreSettings
 from legato.engines.llamacpp.spill import Spill
 from legato.errors import ConfigError
-from legato.permissions import make_folder, protect_file, protect_folder
-from legato.store import Key, Store
+from legato.storage.store import Key, Store
+from legato.system.permissions import make_folder, protect_file, protect_folder
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077, 0o277], ids=oct, autouse=True)

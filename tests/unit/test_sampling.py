@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from legato.sampling import COVERS, TOKENS, Row, Sampler, gumbel, log_softmax, noise_key, uniform
+from legato.decoding.sampling import COVERS, TOKENS, Row, Sampler, gumbel, log_softmax, noise_key, uniform
 from legato.types import Sampling
 
 IDS = np.arange(20_000)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.scheduler import Scheduler
 from legato.engines.llamacpp.spill import Spill
 from legato.errors import LegatoError
-from legato.seam import Seam
 from legato.types import Job, Prompt, Sampling, Step, Thinking, Token
 from tests.fake_model import FakeModel, MergeTokenizer
 

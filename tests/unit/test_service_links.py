@@ -8,7 +8,7 @@ import pytest
 
 from legato.config import load_settings
 from legato.errors import ConfigError
-from legato.service_links import is_service_link
+from legato.system.service_links import is_service_link
 
 
 def service(name: str, host: str, ports: dict[str, tuple[int, str]]) -> dict[str, str]:

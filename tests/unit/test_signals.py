@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from legato.signals import ENDING, blocked_in_children
+from legato.system.signals import ENDING, blocked_in_children
 
 SHOW = "import signal; print(sorted(int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
 

@@ -1,4 +1,4 @@
-"""The store (`legato.store`), on both databases that it may be."""
+"""The store (`legato.storage.store`), on both databases that it may be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from legato import journal, store
 from legato.config import Settings, StoreSettings
 from legato.errors import (
     BudgetSpent,
@@ -31,7 +30,8 @@ from legato.errors import (
     RateLimited,
     StoreUnavailable,
 )
-from legato.store import Batch, Key, Store, UsageRow, hash_key, store_url
+from legato.storage import journal, store
+from legato.storage.store import Batch, Key, Store, UsageRow, hash_key, store_url
 from tests.conftest import children
 from tests.postgresql import serve_postgresql
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from legato.errors import StoreUnavailable
-from legato.supervisor import Supervisor, beside, together
+from legato.system.supervisor import Supervisor, beside, together
 from tests.clock import run_leaping
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.thinking import Budget
 from legato.engines.scripted import ByteTokenizer
-from legato.seam import Seam
 from legato.types import Job, Prompt, Sampling, Thinking
 from tests.scaling import growth
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from legato.errors import Overloaded
-from legato.supervisor import together
-from legato.threads import Threads
+from legato.system.supervisor import together
+from legato.system.threads import Threads
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

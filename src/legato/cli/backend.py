@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from legato.asking import DIALECTS, DialectName
 from legato.cli.options import config_option, ensure_pulled, model_option, settings_for
 from legato.cli.terminal import loading
+from legato.client.protocol import DIALECTS, DialectName
 from legato.config import ServerSettings, Settings, read_key
-from legato.supervisor import beside
+from legato.system.supervisor import beside
 
 if TYPE_CHECKING:
-    from legato.client import AsyncClient
+    from legato.client.clients import AsyncClient
 
 __all__ = ["Backend", "backend_options"]
 
@@ -64,7 +64,7 @@ class Backend:
         Raises:
             ConfigError: the model cannot be loaded.
         """
-        from legato.client import AsyncClient
+        from legato.client.clients import AsyncClient
 
         if self.provider is not None:
             if not self.model:
@@ -84,9 +84,9 @@ class Backend:
 @asynccontextmanager
 async def _served(settings: Settings) -> AsyncIterator[AsyncClient]:
     """Serve the models of the settings to nobody but the client."""
-    from legato.client import AsyncClient
+    from legato.client.clients import AsyncClient
     from legato.server.run import listen, load, run_app
-    from legato.store import Store
+    from legato.storage.store import Store
 
     key = secrets.token_hex(32)
     server = ServerSettings(port=0, api_keys=(key,))

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from legato.asking import DialectName
 from legato.cli.backend import Backend, backend_options
 from legato.cli.options import decode
+from legato.client.protocol import DialectName
 
 __all__ = ["command"]
 

@@ -116,8 +116,8 @@ def _say_cut(num_tokens: int, max_tokens: int) -> None:
 
 
 async def _complete(prompt: str, settings: Settings, options: _Options) -> None:
-    from legato.models import load_models
-    from legato.pipeline import plan
+    from legato.run.models import load_models
+    from legato.run.run import plan
 
     async with loading(next(iter(settings.models))):
         models = await load_models(settings)

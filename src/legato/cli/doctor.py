@@ -18,7 +18,7 @@ from legato.cli.options import config_option, model_option, settings_for
 from legato.config import Settings
 from legato.engines.llamacpp import matmul
 from legato.errors import ConfigError, LegatoError
-from legato.machine import cores
+from legato.system.machine import cores
 
 __all__ = ["command"]
 
@@ -62,8 +62,8 @@ def _model(settings: Settings, name: str) -> tuple[bool, str]:
 
 
 async def _try(settings: Settings, name: str) -> str:
-    from legato.models import load_models
-    from legato.pipeline import collect, plan
+    from legato.run.models import load_models
+    from legato.run.run import collect, plan
     from legato.types import CompletionRequest, SamplingOptions, Text
 
     only = replace(settings, models={name: settings.models[name]}, aliases={})

@@ -126,8 +126,8 @@ def _replace(source: _Source, text: str) -> None:
 
 
 async def _fill(gap: Infill, settings: Settings, max_tokens: int) -> str:
-    from legato.models import load_models
-    from legato.pipeline import plan
+    from legato.run.models import load_models
+    from legato.run.run import plan
 
     async with loading(next(iter(settings.models))):
         models = await load_models(settings)

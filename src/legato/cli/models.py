@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from legato.catalog.pull import catalog, is_pulled
 from legato.cli.options import config_option, settings_for
-from legato.pull import catalog, is_pulled
 
 __all__ = ["command"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from legato.catalog.pull import CatalogEntry, default_model, find_entry, find_model, is_pulled, pull
 from legato.cli.terminal import Estimate
 from legato.config import Settings, load_settings
 from legato.errors import ConfigError, InvalidField
-from legato.permissions import protect_folder
-from legato.pull import CatalogEntry, default_model, find_entry, find_model, is_pulled, pull
+from legato.system.permissions import protect_folder
 
 if TYPE_CHECKING:
-    from legato.store import Store
+    from legato.storage.store import Store
 
 __all__ = ["config_option", "decode", "ensure_pulled", "model_option", "open_store", "pull_with_bar", "settings_for"]
 
@@ -64,7 +64,7 @@ def open_store(settings: Settings) -> AbstractContextManager[Store]:
     Raises:
         ConfigError: it cannot be used, or the data folder that it is in.
     """
-    from legato.store import Store, store_url  # Takes a while to load, and few commands want it.
+    from legato.storage.store import Store, store_url  # Takes a while to load, and few commands want it.
 
     if not settings.store.url:
         try:

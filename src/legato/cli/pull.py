@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from legato.catalog.pull import default_model, find_entry
 from legato.cli.options import config_option, pull_with_bar, settings_for
-from legato.pull import default_model, find_entry
 
 __all__ = ["command"]
 

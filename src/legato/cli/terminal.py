@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import click
 
 from legato.logs import escape
-from legato.supervisor import beside
+from legato.system.supervisor import beside
 
 __all__ = ["Estimate", "is_watched", "loading"]
 

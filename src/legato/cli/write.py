@@ -13,9 +13,9 @@ from typing import BinaryIO
 
 import click
 
-from legato.asking import Completion, DialectName, Options
 from legato.cli.backend import Backend, backend_options
 from legato.cli.options import decode
+from legato.client.protocol import Completion, DialectName, Options
 
 __all__ = ["command"]
 

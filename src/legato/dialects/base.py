@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from legato.errors import InvalidField, LegatoError
-from legato.profiles import Profile
+from legato.prompting.profiles import Profile
 from legato.types import Accepted, Answer, Chat, CompletionRequest, Delta, Finished, Tokenizer, Usage
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import MAX_STOP_BYTES, MAX_STOPS, ChatBody, CommonBody, MessageBody, has_mark
-from legato.dialects.shapes import ChatRoute, CompletionsRoute, Shape, error_type
+from legato.dialects.openai_requests import MAX_STOP_BYTES, MAX_STOPS, ChatBody, CommonBody, MessageBody, has_mark
+from legato.dialects.openai_responses import ChatRoute, CompletionsRoute, Shape, error_type
 from legato.errors import InvalidField, LegatoError, NotAuthenticated, UnsupportedFeature
 from legato.types import CompletionRequest, Infill, Output, Source, Text
 

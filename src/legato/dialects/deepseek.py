@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import ChatBody, CommonBody, GapBody, MessageBody, has_mark, stop_field
-from legato.dialects.shapes import ChatRoute, CompletionsRoute, Shape, error_type, openai_usage
+from legato.dialects.openai_requests import ChatBody, CommonBody, GapBody, MessageBody, has_mark, stop_field
+from legato.dialects.openai_responses import ChatRoute, CompletionsRoute, Shape, error_type, openai_usage
 from legato.errors import InvalidField, LegatoError
 from legato.types import CompletionRequest, Output, Source, Text, Usage
 

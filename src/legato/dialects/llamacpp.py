@@ -17,7 +17,8 @@ from pydantic import Field
 
 from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
-from legato.dialects.bodies import (
+from legato.dialects.constraints import json_constraint, text_constraint
+from legato.dialects.openai_requests import (
     MAX_CHOICES,
     ChatBody,
     GapBody,
@@ -29,7 +30,6 @@ from legato.dialects.bodies import (
     read_stops,
     stop_field,
 )
-from legato.dialects.constraints import json_constraint, text_constraint
 from legato.errors import InvalidField, LegatoError, PromptTooLong, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import ChatBody, FlaggedChatBody, MessageBody, has_mark
-from legato.dialects.shapes import ChatRoute, Shape, error_type
+from legato.dialects.openai_requests import ChatBody, FlaggedChatBody, MessageBody, has_mark
+from legato.dialects.openai_responses import ChatRoute, Shape, error_type
 from legato.errors import (
     EngineUnavailable,
     HostNotAllowed,

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from legato.dialects.base import Body, Encoder, Facts, read_body, unknown_fields
-from legato.dialects.bodies import read_stops, stop_field
-from legato.dialects.shapes import ChatEncoder, ChatRoute, Shape, error_type
+from legato.dialects.openai_requests import read_stops, stop_field
+from legato.dialects.openai_responses import ChatEncoder, ChatRoute, Shape, error_type
 from legato.errors import InvalidField, LegatoError
 from legato.types import (
     Accepted,

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
-from legato.dialects.bodies import EFFORTS, Penalty, Seed, Temperature, read_stops, stop_field
 from legato.dialects.constraints import json_constraint
+from legato.dialects.openai_requests import EFFORTS, Penalty, Seed, Temperature, read_stops, stop_field
 from legato.errors import InvalidField, LegatoError, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,

@@ -12,8 +12,16 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from legato.dialects.base import read_body
-from legato.dialects.bodies import MAX_CHOICES, CommonBody, FlaggedChatBody, GapBody, MessageBody, NumChoices, has_mark
-from legato.dialects.shapes import ChatRoute, CompletionsRoute
+from legato.dialects.openai_requests import (
+    MAX_CHOICES,
+    CommonBody,
+    FlaggedChatBody,
+    GapBody,
+    MessageBody,
+    NumChoices,
+    has_mark,
+)
+from legato.dialects.openai_responses import ChatRoute, CompletionsRoute
 from legato.errors import InvalidField
 from legato.types import CompletionRequest, Output, Source, Text
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from legato.profiles import Profile
-from legato.seam import Seam
+from legato.decoding.seam import Seam
+from legato.prompting.profiles import Profile
 from legato.types import Capabilities, Job, Step, Tokenizer
 
 __all__ = ["Engine"]

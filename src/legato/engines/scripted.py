@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from legato.decoding.seam import Seam
 from legato.errors import GenerationFailed
-from legato.profiles import Profile
-from legato.seam import Seam
+from legato.prompting.profiles import Profile
 from legato.types import Capabilities, Job, Step, Token
 
 __all__ = ["DEMO", "ByteTokenizer", "Fault", "Pause", "Script", "ScriptedEngine"]

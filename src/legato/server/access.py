@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from legato.errors import NotAuthenticated, StoreUnavailable
-from legato.store import Key, Store, hash_key
-from legato.supervisor import Supervisor
+from legato.storage.store import Key, Store, hash_key
+from legato.system.supervisor import Supervisor
 
 __all__ = ["Access"]
 

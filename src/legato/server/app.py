@@ -19,24 +19,24 @@ from starlette.types import Receive, Scope, Send
 from legato.config import LimitSettings, ServerSettings, StoreSettings
 from legato.dialects import dashscope, deepseek, llamacpp, maas, mistral, ollama, openai
 from legato.dialects.base import Answerer, Dialect, Encoder
-from legato.dialects.bodies import CommonBody
-from legato.dialects.shapes import OPENAI
+from legato.dialects.openai_requests import CommonBody
+from legato.dialects.openai_responses import OPENAI
 from legato.errors import MethodNotAllowed, RouteNotFound
-from legato.models import Model, Models
-from legato.pipeline import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, planners, total_usage
+from legato.run.models import Model, Models
+from legato.run.run import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, planners, total_usage
 from legato.server.access import Access
 from legato.server.admin import admin_routes, check_admin
 from legato.server.generations import Generations
-from legato.server.handles import handle_routes, send_live
+from legato.server.generations.routes import handle_routes, send_live
 from legato.server.ledger import Ledger
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply, Watched
 from legato.server.openapi import REPORT_HEADERS, describe
 from legato.server.queries import Query, facts, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
-from legato.server.watch import METRICS_TYPE, Watch
-from legato.store import ANYONE, Key, Store
-from legato.supervisor import Supervisor
-from legato.threads import ASIDE
+from legato.server.telemetry import METRICS_TYPE, Watch
+from legato.storage.store import ANYONE, Key, Store
+from legato.system.supervisor import Supervisor
+from legato.system.threads import ASIDE
 from legato.types import CompletionRequest, Finished, Usage
 from legato.wire import KEEP_ALIVE, encode_json, parse_body
 

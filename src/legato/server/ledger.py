@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from legato.clock import Clock
 from legato.errors import StoreUnavailable
-from legato.pipeline import Run
+from legato.run.run import Run
 from legato.server.outage import Outage
-from legato.store import Batch, Charge, Key, Store, UsageRow
-from legato.supervisor import Supervisor
+from legato.storage.store import Batch, Charge, Key, Store, UsageRow
+from legato.system.clock import Clock
+from legato.system.supervisor import Supervisor
 from legato.types import Usage
 
 __all__ = ["Ledger"]

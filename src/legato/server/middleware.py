@@ -26,10 +26,10 @@ from legato.errors import (
     UnsupportedMediaType,
 )
 from legato.server.access import Access
-from legato.server.exchange import REFUSAL, Refusal
+from legato.server.http.exchange import REFUSAL, Refusal
 from legato.server.streaming import ClientGone, send_body
-from legato.server.watch import Watch
-from legato.store import ANYONE, Key
+from legato.server.telemetry import Watch
+from legato.storage.store import ANYONE, Key
 
 __all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "Watched", "header"]
 

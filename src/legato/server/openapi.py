@@ -18,7 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from legato import __version__
 from legato.dialects.base import Dialect
-from legato.dialects.shapes import OPENAI
+from legato.dialects.openai_responses import OPENAI
 from legato.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -46,8 +46,8 @@ from legato.errors import (
 )
 from legato.server.admin import DAY, KeyBody
 from legato.server.middleware import Reply
-from legato.server.watch import METRICS_TYPE
-from legato.store import Key, UsageRow
+from legato.server.telemetry import METRICS_TYPE
+from legato.storage.store import Key, UsageRow
 from legato.types import FinishReason
 from legato.wire import EVENTS
 

@@ -12,10 +12,10 @@ from urllib.parse import quote
 from starlette.types import Receive, Scope, Send
 
 from legato.dialects.base import Answerer, Facts, KnownModel
-from legato.models import Model, Models
-from legato.pipeline import Report, Run, planners
-from legato.profiles import Profile
-from legato.prompting import render_open
+from legato.prompting.profiles import Profile
+from legato.prompting.render import render_open
+from legato.run.models import Model, Models
+from legato.run.run import Report, Run, planners
 from legato.server.middleware import Gate
 from legato.server.streaming import run_aside, send_body
 from legato.types import Chat, Tokenizer, Usage

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from legato.config import LimitSettings, ServerSettings, Settings
 from legato.errors import ConfigError
-from legato.machine import max_open_files
-from legato.models import Models, load_models
-from legato.server.connections import Connections
-from legato.signals import ENDING
-from legato.store import Store
-from legato.supervisor import Supervisor, beside
-from legato.threads import ASIDE
+from legato.run.models import Models, load_models
+from legato.server.http.connections import Connections
+from legato.storage.store import Store
+from legato.system.machine import max_open_files
+from legato.system.signals import ENDING
+from legato.system.supervisor import Supervisor, beside
+from legato.system.threads import ASIDE
 
 if TYPE_CHECKING:
     from starlette.routing import Router

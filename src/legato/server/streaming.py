@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Send
 
 from legato.errors import LegatoError
-from legato.supervisor import beside
-from legato.threads import Threads
+from legato.system.supervisor import beside
+from legato.system.threads import Threads
 
 __all__ = ["ClientGone", "run_aside", "send_body", "send_stream", "while_connected"]
 

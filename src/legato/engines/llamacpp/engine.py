@@ -15,14 +15,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.process import Child, Spawn, Worker, running_worker
 from legato.engines.llamacpp.recall import Recall
 from legato.engines.llamacpp.worker import WorkerSettings
 from legato.errors import ConfigError, EngineUnavailable, GenerationFailed, LegatoError
-from legato.profiles import Profile, profile_from_metadata
-from legato.seam import Seam
-from legato.supervisor import Supervisor
-from legato.threads import ASIDE
+from legato.prompting.profiles import Profile, profile_from_metadata
+from legato.system.supervisor import Supervisor
+from legato.system.threads import ASIDE
 from legato.types import Capabilities, Job, Step, Token, Tokenizer
 
 __all__ = ["LlamaCppEngine"]

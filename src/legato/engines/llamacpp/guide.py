@@ -1,4 +1,4 @@
-"""What a constraint (`legato.constraint`) lets a Job write next: which tokens, and which text that is forced.
+"""What a constraint (`legato.decoding.grammar`) lets a Job write next: which tokens, and which text that is forced.
 
 It receives the tokens of a Job in order. Thinking is free; content is constrained. A guide is a place in one text: at a
 seam, each path that is tried has a copy of its own.
@@ -16,9 +16,9 @@ from copy import copy, deepcopy
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.constraint import Compiler, ConstraintError
-from legato.seam import Seam, is_whole
-from legato.text import Channels
+from legato.decoding.grammar import Compiler, ConstraintError
+from legato.decoding.seam import Seam, is_whole
+from legato.text.assembler import Channels
 from legato.types import Job
 
 __all__ = ["Guide"]

@@ -14,11 +14,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from legato.decoding.sampling import Row
+from legato.decoding.seam import ScoredInner, Seam, best_cover
 from legato.engines.llamacpp.cache import RowCache
 from legato.engines.llamacpp.cells import Cells, Slot
 from legato.engines.llamacpp.running import RunningJob
-from legato.sampling import Row
-from legato.seam import ScoredInner, Seam, best_cover
 from legato.types import Job
 
 __all__ = ["Branch", "Healing"]

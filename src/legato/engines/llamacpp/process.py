@@ -21,8 +21,8 @@ from typing import Any
 
 from legato.engines.llamacpp.worker import WorkerSettings, pack
 from legato.errors import ConfigError, EngineUnavailable
-from legato.signals import blocked_in_children
-from legato.supervisor import beside
+from legato.system.signals import blocked_in_children
+from legato.system.supervisor import beside
 
 __all__ = ["Child", "Spawn", "Worker", "running_worker"]
 

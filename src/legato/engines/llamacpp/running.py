@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from legato.choosing import Choosing
+from legato.decoding.choice import Choosing
+from legato.decoding.sampling import Row, log_softmax
 from legato.engines.llamacpp.cache import RowCache
 from legato.engines.llamacpp.cells import Slot
 from legato.engines.llamacpp.drafts import Drafter
 from legato.engines.llamacpp.guide import Guide
 from legato.engines.llamacpp.thinking import Budget
-from legato.sampling import Row, log_softmax
 from legato.types import FinishReason, Job, ScoredToken, Token
 
 if TYPE_CHECKING:

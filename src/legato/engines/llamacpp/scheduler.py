@@ -38,8 +38,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.choosing import Choosing
-from legato.constraint import Compiler, TooComplex
+from legato.decoding.choice import Choosing
+from legato.decoding.grammar import Compiler, TooComplex
+from legato.decoding.sampling import Row
+from legato.decoding.seam import Seam
 from legato.engines.llamacpp.batching import Part, Turn
 from legato.engines.llamacpp.binding import Model
 from legato.engines.llamacpp.cache import RowCache, Tokens, shared_head
@@ -50,8 +52,6 @@ from legato.engines.llamacpp.running import RunningJob
 from legato.engines.llamacpp.spill import Spill
 from legato.engines.llamacpp.thinking import Budget
 from legato.errors import GenerationFailed, InvalidField, LegatoError
-from legato.sampling import Row
-from legato.seam import Seam
 from legato.types import FinishReason, Job, Step, Token
 
 __all__ = ["Scheduler"]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from legato.engines.llamacpp.cache import Tokens, shared_head
-from legato.permissions import open_private, protect_file, protect_folder
+from legato.system.permissions import open_private, protect_file, protect_folder
 
 __all__ = ["Spill"]
 

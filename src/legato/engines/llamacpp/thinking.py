@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from legato.seam import Seam, is_whole
-from legato.text import Channels
+from legato.decoding.seam import Seam, is_whole
+from legato.text.assembler import Channels
 from legato.types import Job
 
 __all__ = ["Budget"]

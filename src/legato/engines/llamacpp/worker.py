@@ -2,7 +2,7 @@
 
 Run as `python -m legato.engines.llamacpp.worker FD`. It receives pickled commands over the socket `FD` and answers
 with pickled events, each behind its length (4 bytes). It ends when the socket does; signals that end the server do not
-reach it (`legato.signals`). The peer is the process that started it, so pickles may be trusted.
+reach it (`legato.system.signals`). The peer is the process that started it, so pickles may be trusted.
 
 Commands: `WorkerSettings` once, then ("submit", Job), ("cancel", Job id), ("count",), ("ping",).
 Events: ("loaded", context length) and ("ready", seconds that a full batch takes), or ("refused", reason); then
@@ -106,9 +106,9 @@ def main() -> None:
 
 
 def _serve(peer: _Peer, settings: WorkerSettings) -> None:
+    from legato.decoding.seam import Seam
     from legato.engines.llamacpp.binding import Batch, Model
     from legato.engines.llamacpp.scheduler import Scheduler
-    from legato.seam import Seam
 
     try:
         model = Model(

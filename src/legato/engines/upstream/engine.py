@@ -28,14 +28,14 @@ from typing import Any
 
 import numpy as np
 
-from legato.choosing import ends_of
+from legato.decoding.choice import ends_of
+from legato.decoding.seam import Inner, Seam
 from legato.engines.upstream.events import Part, joined
 from legato.engines.upstream.plugin import NUM_DIGITS, decode_score, encode_request
 from legato.engines.upstream.servers import BrokenOff, Lost, Proof, Servers
 from legato.engines.upstream.tokenizer import JsonTokenizer, read_profile
 from legato.errors import EngineUnavailable, GenerationFailed
-from legato.seam import Inner, Seam
-from legato.supervisor import together
+from legato.system.supervisor import together
 from legato.types import Capabilities, Job, Prompt, Sampling, ScoredToken, Step, Token, Tokenizer
 
 __all__ = ["UpstreamEngine"]

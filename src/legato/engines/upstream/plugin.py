@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from legato.choosing import Choosing
-from legato.sampling import Row
-from legato.seam import Inner, ScoredInner, Seam, best_cover
+from legato.decoding.choice import Choosing
+from legato.decoding.sampling import Row
+from legato.decoding.seam import Inner, ScoredInner, Seam, best_cover
 from legato.types import Job, Tokenizer
 
 __all__ = ["NUM_DIGITS", "Chooser", "decode_request", "decode_score", "encode_request"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import ConfigError
-from legato.profiles import Profile, profile_from_metadata
+from legato.prompting.profiles import Profile, profile_from_metadata
 
 __all__ = ["JsonTokenizer", "read_profile"]
 

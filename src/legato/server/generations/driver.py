@@ -12,13 +12,13 @@ from contextlib import aclosing
 
 from legato.dialects.base import Encoder
 from legato.errors import LegatoError
-from legato.journal import End, Entry, Written
-from legato.pipeline import Event, collect, total_usage
+from legato.run.run import Event, collect, total_usage
 from legato.server.generations.live import Live
 from legato.server.ledger import Ledger
 from legato.server.queries import facts
-from legato.server.watch import Watch
-from legato.store import Key
+from legato.server.telemetry import Watch
+from legato.storage.journal import End, Entry, Written
+from legato.storage.store import Key
 
 __all__ = ["Driver"]
 

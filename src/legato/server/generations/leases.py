@@ -11,15 +11,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from legato.clock import Clock
 from legato.config import StoreSettings
 from legato.errors import CapacityError, LegatoError, ModelNotFound, StoreUnavailable
-from legato.journal import End, Entry, Journal, Lease, News, Record
-from legato.pipeline import Run
+from legato.run.run import Run
 from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.generations.replay import Replay
 from legato.server.outage import Outage
+from legato.storage.journal import End, Entry, Journal, Lease, News, Record
+from legato.system.clock import Clock
 
 __all__ = ["Adoption", "Leases"]
 

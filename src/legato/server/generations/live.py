@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-from legato.clock import Clock
 from legato.errors import LegatoError
-from legato.journal import End, Entry, News, Record
-from legato.pipeline import Run
-from legato.store import UsageRow
+from legato.run.run import Run
+from legato.storage.journal import End, Entry, News, Record
+from legato.storage.store import UsageRow
+from legato.system.clock import Clock
 
 __all__ = ["REFUSED", "Failure", "Live"]
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from legato.dialects.base import Dialect
-from legato.dialects.shapes import OPENAI
+from legato.dialects.openai_responses import OPENAI
 from legato.errors import LegatoError, ModelNotFound
-from legato.journal import Record, Written
-from legato.models import Models
-from legato.pipeline import Run, plan, planners
-from legato.store import Key
-from legato.threads import PLANS
+from legato.run.models import Models
+from legato.run.run import Run, plan, planners
+from legato.storage.journal import Record, Written
+from legato.storage.store import Key
+from legato.system.threads import PLANS
 from legato.types import Chat, CompletionRequest, Handle, Infill, Job, Mark, Source, Text
 from legato.wire import DONE, encode_event
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from legato.clock import Clock
 from legato.config import StoreSettings
 from legato.dialects.base import Dialect
 from legato.errors import (
@@ -24,9 +23,8 @@ from legato.errors import (
     StoreUnavailable,
     UnsupportedFeature,
 )
-from legato.journal import End, Entry, Journal, Record, Written, new_id
-from legato.models import Models
-from legato.pipeline import Run
+from legato.run.models import Models
+from legato.run.run import Run
 from legato.server.generations.driver import Driver
 from legato.server.generations.leases import Adoption, Leases
 from legato.server.generations.live import REFUSED, Live
@@ -34,9 +32,11 @@ from legato.server.generations.pace import Pace
 from legato.server.generations.replay import Replay
 from legato.server.generations.writer import Writer
 from legato.server.ledger import Ledger
-from legato.server.watch import Watch
-from legato.store import Key, Store
-from legato.supervisor import Supervisor
+from legato.server.telemetry import Watch
+from legato.storage.journal import End, Entry, Journal, Record, Written, new_id
+from legato.storage.store import Key, Store
+from legato.system.clock import Clock
+from legato.system.supervisor import Supervisor
 from legato.types import Handle
 
 __all__ = ["Generations"]

@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from legato.clock import Clock
 from legato.errors import JournalFull, LegatoError, StoreUnavailable
-from legato.journal import Journal, News, Verdict
 from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.outage import Outage
+from legato.storage.journal import Journal, News, Verdict
+from legato.system.clock import Clock
 
 __all__ = ["Writer"]
 
