@@ -13,7 +13,7 @@ import pytest
 
 from legato.run.admission import Admission
 from legato.run.models import Model
-from legato.run.run import plan
+from legato.run.plan import plan
 from legato.types import CompletionRequest, Infill, Job, SamplingOptions
 from tests.contract.test_engines import data_of, steps_of
 from tests.contract.test_reuse import engine_with

@@ -18,7 +18,7 @@ from legato.engines.scripted import Pause, Script, ScriptedEngine
 from legato.errors import CapacityError, GenerationNotFound, LegatoError
 from legato.run.admission import Admission
 from legato.run.models import Model, Models
-from legato.run.run import plan
+from legato.run.plan import plan
 from legato.server.generations import Generations
 from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace

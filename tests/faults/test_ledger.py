@@ -14,7 +14,7 @@ from legato.dialects import openai
 from legato.engines.scripted import Pause, ScriptedEngine
 from legato.run.admission import Admission
 from legato.run.models import Model
-from legato.run.run import plan
+from legato.run.plan import plan
 from legato.server.ledger import Ledger
 from legato.storage.store import Key, UsageRow
 from legato.system.supervisor import Supervisor

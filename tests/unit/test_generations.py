@@ -26,7 +26,8 @@ from legato.errors import (
 )
 from legato.run.admission import Admission
 from legato.run.models import Model, Models
-from legato.run.run import Run, plan
+from legato.run.plan import plan
+from legato.run.run import Run
 from legato.server.generations import Generations
 from legato.server.generations.driver import Driver
 from legato.server.generations.leases import Adoption, Leases

@@ -10,8 +10,9 @@ import pytest
 from legato.dialects import openai
 from legato.engines.scripted import Script, ScriptedEngine
 from legato.run.admission import Admission
+from legato.run.answers import choose_best
 from legato.run.models import Model
-from legato.run.run import choose_best, plan
+from legato.run.plan import plan
 from legato.types import Answer, Delta, Times, Usage
 
 

@@ -117,7 +117,7 @@ def _say_cut(num_tokens: int, max_tokens: int) -> None:
 
 async def _complete(prompt: str, settings: Settings, options: _Options) -> None:
     from legato.run.models import load_models
-    from legato.run.run import plan
+    from legato.run.plan import plan
 
     async with loading(next(iter(settings.models))):
         models = await load_models(settings)

@@ -62,8 +62,9 @@ def _model(settings: Settings, name: str) -> tuple[bool, str]:
 
 
 async def _try(settings: Settings, name: str) -> str:
+    from legato.run.answers import collect
     from legato.run.models import load_models
-    from legato.run.run import collect, plan
+    from legato.run.plan import plan
     from legato.types import CompletionRequest, SamplingOptions, Text
 
     only = replace(settings, models={name: settings.models[name]}, aliases={})

@@ -127,7 +127,7 @@ def _replace(source: _Source, text: str) -> None:
 
 async def _fill(gap: Infill, settings: Settings, max_tokens: int) -> str:
     from legato.run.models import load_models
-    from legato.run.run import plan
+    from legato.run.plan import plan
 
     async with loading(next(iter(settings.models))):
         models = await load_models(settings)

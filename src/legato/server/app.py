@@ -22,8 +22,11 @@ from legato.dialects.base import Answerer, Dialect, Encoder
 from legato.dialects.openai_requests import CommonBody
 from legato.dialects.openai_responses import OPENAI
 from legato.errors import MethodNotAllowed, RouteNotFound
+from legato.run.answers import choose_best, collect, total_usage
+from legato.run.events import Event
 from legato.run.models import Model, Models
-from legato.run.run import DEFAULT_MAX_TOKENS, Event, Run, choose_best, collect, plan, planners, total_usage
+from legato.run.plan import DEFAULT_MAX_TOKENS, plan, planners
+from legato.run.run import Run
 from legato.server.access import Access
 from legato.server.admin import admin_routes, check_admin
 from legato.server.generations import Generations

@@ -15,7 +15,8 @@ from legato.dialects.base import Answerer, Facts, KnownModel
 from legato.prompting.profiles import Profile
 from legato.prompting.render import render_open
 from legato.run.models import Model, Models
-from legato.run.run import Report, Run, planners
+from legato.run.plan import planners
+from legato.run.run import Report, Run
 from legato.server.middleware import Gate
 from legato.server.streaming import run_aside, send_body
 from legato.types import Chat, Tokenizer, Usage

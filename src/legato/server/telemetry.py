@@ -18,8 +18,9 @@ from prometheus_client.registry import Collector
 
 from legato import __version__
 from legato.errors import ConfigError
+from legato.run.events import Event
 from legato.run.models import Models
-from legato.run.run import Event, Run
+from legato.run.run import Run
 from legato.storage.store import Store
 from legato.system.supervisor import Supervisor
 from legato.types import Finished

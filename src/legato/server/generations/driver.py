@@ -12,7 +12,8 @@ from contextlib import aclosing
 
 from legato.dialects.base import Encoder
 from legato.errors import LegatoError
-from legato.run.run import Event, collect, total_usage
+from legato.run.answers import collect, total_usage
+from legato.run.events import Event
 from legato.server.generations.live import Live
 from legato.server.ledger import Ledger
 from legato.server.queries import facts

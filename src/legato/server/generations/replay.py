@@ -13,7 +13,8 @@ from legato.dialects.base import Dialect
 from legato.dialects.openai_responses import OPENAI
 from legato.errors import LegatoError, ModelNotFound
 from legato.run.models import Models
-from legato.run.run import Run, plan, planners
+from legato.run.plan import plan, planners
+from legato.run.run import Run
 from legato.storage.journal import Record, Written
 from legato.storage.store import Key
 from legato.system.threads import PLANS
