@@ -1,4 +1,7 @@
-"""Builds the library of `legato.engines.llamacpp.matmul` where there is a C compiler for a processor that it is for."""
+"""Builds what a wheel has beside its sources: the documentation as a site, and the library of fast matrix products.
+
+The library, `legato.engines.llamacpp.matmul`, is built where there is a C compiler for a processor that it is for.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,22 @@ _FLAGS = (
 
 
 class NativeHook(BuildHookInterface):  # type: ignore[misc]
-    """Compiles one file. Without the library llama.cpp's own functions are used, so that it fails is no error."""
+    """Builds the site and compiles one file. Legato runs without either, so a failure is no error."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and make the wheel one for this platform if that went well."""
+        """Build both, and make the wheel one for this platform if the library was compiled."""
+        self._build_site(build_data)
+        self._compile(build_data)
+
+    def _build_site(self, build_data: dict[str, Any]) -> None:
+        """Build the pages, without the strictness of `just docs`."""
+        site, trees = Path("src", "legato", "site"), Path("build", "doctrees")
+        command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-d", str(trees), "docs", str(site)]
+        if subprocess.run(command, check=False, capture_output=True, cwd=self.root).returncode == 0:
+            build_data["artifacts"].append(f"{site}/**")
+
+    def _compile(self, build_data: dict[str, Any]) -> None:
+        """Compile the library."""
         folder = Path(self.root, "src", "legato", "engines", "llamacpp")
         library = folder / "_matmul.so"
         library.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ default:
     @just --list
 
 # Everything that CI checks.
-ci: lint types layers models test
+ci: lint types layers docs models test
 
 # Style and formatting.
 lint:
@@ -22,6 +22,10 @@ types:
 # The layers of docs/architecture.md.
 layers:
     lint-imports
+
+# The pages as a site, which `legato serve` shows below `/docs/`. A broken link or anchor fails.
+docs:
+    sphinx-build -q -W --keep-going -b html -d build/doctrees docs src/legato/site
 
 # The weights that tests use.
 models:

@@ -100,7 +100,7 @@ def test_the_container_file_copies_and_installs_what_there_is() -> None:
     copied = [source for name, rest in instructions() if name == "COPY" for source in rest.split()[:-1]]
     (extras,) = [rest.partition("=")[2] for name, rest in instructions() if name == "ARG" and rest.startswith("EXTRAS")]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    assert {"pyproject.toml", "src", "hatch_build.py", project["project"]["readme"]} <= set(copied)
+    assert {"pyproject.toml", "src", "docs", "hatch_build.py", project["project"]["readme"]} <= set(copied)
     assert all((ROOT / source).exists() for source in copied if not source.startswith(("--", "/")))
     assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
 

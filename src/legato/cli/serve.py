@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def command(
         check_exposure(settings.server, has_keys=store.has_keys())
         ensure_pulled(settings)
         from legato.server.run import serve  # Takes a while to load; what is wrong above is said at once.
+        from legato.server.site import FOLDER
 
         names = ", ".join(settings.models)
-        asyncio.run(serve(settings, store, ready=lambda url: say(f"Legato serves {names} at {url}/v1")))
+
+        def ready(url: str) -> None:
+            say(f"Legato serves {names} at {url}/v1")
+            if sys.stderr.isatty() and (FOLDER / "index.html").is_file():  # For a reader; what reads a log needs none.
+                say(f"The documentation is at {url}/docs/")
+
+        asyncio.run(serve(settings, store, ready=ready))

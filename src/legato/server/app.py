@@ -35,6 +35,7 @@ from legato.server.ledger import Ledger
 from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Reply, Watched
 from legato.server.openapi import REPORT_HEADERS, describe
 from legato.server.queries import Query, facts, report_headers
+from legato.server.site import Site
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.server.telemetry import METRICS_TYPE, Watch
 from legato.storage.store import ANYONE, Key, Store
@@ -167,6 +168,7 @@ def create_app(
             route("GET", "/ready", ready, is_public=True),
             route("GET", "/metrics", metrics),
             route("GET", "/openapi.json", show_document, is_public=True),
+            *(route("GET", path, Site(), is_public=True) for path in ("/docs", "/docs/{name:path}")),
             *(routes(path, endpoints) for path, endpoints in handle_routes(generations, gate).items()),
             *(routes(path, endpoints) for path, endpoints in admin_routes(store, gate).items()),
         ],
