@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -131,6 +132,24 @@ def test_every_module_is_named() -> None:
     }  # One of many, named by a number.
     modules = [path.relative_to(sources).as_posix() for path in files if path.name != "__init__.py"]
     assert sorted(module for module in modules if f"`{module}`" not in text) == []
+
+
+def test_every_dialect_is_in_its_contract() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    (contract,) = [
+        contract
+        for contract in project["tool"]["importlinter"]["contracts"]
+        if contract["name"] == "Dialects do not import each other"
+    ]
+    shared = {"__init__", "base", "constraints", "openai_requests", "openai_responses"}
+    files = {path.stem for path in (ROOT / "src" / "legato" / "dialects").glob("*.py")} - shared
+    assert {f"legato.dialects.{name}" for name in files} == set(contract["modules"])
+
+
+def test_every_model_is_named() -> None:
+    catalog = tomllib.loads((ROOT / "src" / "legato" / "catalog" / "catalog.toml").read_text("utf-8"))
+    text = read("engines.md")
+    assert [name for name in catalog["models"] if name not in text] == []
 
 
 def test_every_recipe_is_named() -> None:
