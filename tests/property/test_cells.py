@@ -30,6 +30,9 @@ SEAM = Seam(TOKENIZER)
 LONG = ("abc ca bb ab caab cc b abab ca " * 12)[:280]
 """More than 128 tokens, so that it is read by the fast kernels; its beginnings are read by the exact ones."""
 
+SHORT = ["ab ca", "abc abab"]
+TEXTS = [*SHORT, LONG, LONG[:-10] + "cc"]
+
 
 def prompt_of(text: str) -> Prompt:
     """A raw prompt, cut at the seam."""
@@ -92,7 +95,7 @@ class Cells(RuleBasedStateMachine):
         self.directory = Path(mkdtemp())
         self.jobs: dict[str, Job] = {}
         self.written: dict[str, list[Token]] = {}
-        self.texts = ["ab ca", "abc abab", LONG, LONG[:-10] + "cc"]
+        self.texts: list[str] = []
         self.num = 0
         self.num_idle = 0
         """Steps in a row in which nothing was done."""
@@ -102,8 +105,13 @@ class Cells(RuleBasedStateMachine):
         assert not self.jobs
         rmtree(self.directory)
 
-    @initialize(fast_is_other=st.booleans(), spill_bytes=st.sampled_from([0, 3000, 10**6]))
-    def start(self, fast_is_other: bool, spill_bytes: int) -> None:
+    @initialize(
+        fast_is_other=st.booleans(),
+        spill_bytes=st.sampled_from([0, 3000, 10**6]),
+        texts=st.sampled_from([SHORT, TEXTS]),
+    )
+    def start(self, fast_is_other: bool, spill_bytes: int, texts: list[str]) -> None:
+        self.texts = [*texts]
         self.fast_is_other = fast_is_other
         self.spill_bytes = spill_bytes
         self.begin()
@@ -114,7 +122,7 @@ class Cells(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        more=st.sampled_from(["", "", "a", "b", " ", "c ab", "bb", " abc", "caa", LONG[:80]]),
+        more=st.sampled_from(["", "", "a", "b", " ", "c ab", "bb", " abc", "caa", LONG[:90]]),
         max_tokens=st.sampled_from([0, 1, 2, 5, 12, 30]),
         temperature=st.sampled_from([0.0, 0.0, 0.8]),
         seed=st.integers(1, 2),
