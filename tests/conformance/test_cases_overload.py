@@ -21,13 +21,14 @@ import pytest
 from legato.config import LimitSettings, ServerSettings, StoreSettings
 from legato.dialects.base import Encoder, Facts
 from legato.dialects.openai import CompletionsDialect
+from legato.dialects.openai_responses import OPENAI
 from legato.engines.scripted import Pause, Script, ScriptedEngine
 from legato.errors import LegatoError
 from legato.run.admission import Admission
 from legato.run.models import Model, Models
 from legato.server import streaming
 from legato.server.access import Access
-from legato.server.app import Generation
+from legato.server.generate import Generation
 from legato.server.generations import Generations
 from legato.server.ledger import Ledger
 from legato.server.middleware import Gate, Guarded, Watched
@@ -545,7 +546,7 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         ledger = Ledger(store, supervisor)
         generations = Generations(store, StoreSettings(), models, {}, ledger, watch, supervisor)
         generation = Generation(COMPLETIONS, dialect, models, gate, ledger, watch, generations)
-        app = Watched(Guarded(gate, COMPLETIONS, dialect.encode_error, generation), watch)
+        app = Watched(Guarded(gate, COMPLETIONS, OPENAI.encode_error, generation), watch)
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()
         requests: asyncio.Queue[Any] = asyncio.Queue()
         requests.put_nowait({"type": "http.request", "body": body, "more_body": False})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from legato.config import ServerSettings
-from legato.server.openapi import GENERATIONS
+from legato.server.openapi.document import GENERATIONS
 from legato.storage.store import Key
 from tests.conformance.reading import CHAT, HI, is_idle, read_events
 from tests.conformance.test_access import routes

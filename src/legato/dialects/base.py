@@ -72,9 +72,6 @@ class Dialect(Protocol):
     def encoder(self, request: CompletionRequest) -> Encoder:
         """Return the writer for one answer."""
 
-    def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
-        """Return an error's status and body."""
-
 
 class KnownModel(Protocol):
     """What can be said of a model without its engine."""

@@ -210,10 +210,6 @@ class _Dialect:
         """Return the writer for one answer."""
         return _Encoder(request)
 
-    def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
-        """Return an error's status and body."""
-        return encode_llamacpp_error(error)
-
 
 class CompletionDialect(_Dialect):
     """`/completion`."""

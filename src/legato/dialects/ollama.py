@@ -169,10 +169,6 @@ class GenerateDialect:
         """Return the writer for one answer."""
         return _Encoder(request)
 
-    def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
-        """Return an error's status and body."""
-        return encode_ollama_error(error)
-
 
 class _Encoder:
     """Writes lines; the last one says that it is done."""

@@ -77,10 +77,6 @@ class _Route:
     stream_type = "text/event-stream"
     shape = OPENAI
 
-    def encode_error(self, error: LegatoError) -> tuple[int, bytes]:
-        """Return an error's status and body."""
-        return self.shape.encode_error(error)
-
 
 class CompletionsRoute(_Route):
     """A dialect that answers with `text_completion` objects, but for `parse`."""
