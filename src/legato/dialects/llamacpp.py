@@ -28,6 +28,7 @@ from legato.dialects.openai_requests import (
     Seed,
     Temperature,
     read_stops,
+    sampling_options,
     stop_field,
 )
 from legato.errors import InvalidField, LegatoError, PromptTooLong, UnsupportedFeature
@@ -143,11 +144,8 @@ class _GenerationBody(Body):
 
     def _sampling(self) -> SamplingOptions:
         has_penalties = self.repeat_last_n != 0
-        return SamplingOptions(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+        return sampling_options(
+            self,
             presence_penalty=self.presence_penalty if has_penalties else 0.0,
             frequency_penalty=self.frequency_penalty if has_penalties else 0.0,
             repetition_penalty=self.repeat_penalty if has_penalties else 1.0,

@@ -15,7 +15,15 @@ from pydantic import Field
 from legato import __version__
 from legato.dialects.base import Body, Catalogue, Encoder, Facts, Reply, read_body, unknown_fields
 from legato.dialects.constraints import json_constraint
-from legato.dialects.openai_requests import EFFORTS, Penalty, Seed, Temperature, read_stops, stop_field
+from legato.dialects.openai_requests import (
+    EFFORTS,
+    Penalty,
+    Seed,
+    Temperature,
+    read_stops,
+    sampling_options,
+    stop_field,
+)
 from legato.errors import InvalidField, LegatoError, UnsupportedFeature
 from legato.types import (
     REST_OF_CONTEXT,
@@ -31,7 +39,6 @@ from legato.types import (
     Message,
     Output,
     ReasoningOptions,
-    SamplingOptions,
     Source,
     Stops,
     Text,
@@ -147,13 +154,8 @@ class GenerateDialect:
         return CompletionRequest(
             model=read.model,
             source=read.source,
-            sampling=SamplingOptions(
-                temperature=options.temperature,
-                top_p=options.top_p,
-                top_k=options.top_k,
-                min_p=options.min_p,
-                presence_penalty=options.presence_penalty,
-                frequency_penalty=options.frequency_penalty,
+            sampling=sampling_options(
+                options,
                 repetition_penalty=options.repeat_penalty,
                 seed=None if options.seed == -1 else options.seed,
             ),

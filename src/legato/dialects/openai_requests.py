@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -58,6 +58,7 @@ __all__ = [
     "Temperature",
     "has_mark",
     "read_stops",
+    "sampling_options",
     "stop_field",
 ]
 
@@ -165,17 +166,7 @@ class CommonBody(Body):
         return CompletionRequest(
             model=self.model,
             source=source,
-            sampling=SamplingOptions(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
-                logit_bias=_logit_bias(self.logit_bias),
-                seed=self.seed,
-            ),
+            sampling=sampling_options(self, logit_bias=_logit_bias(self.logit_bias)),
             max_tokens=max_tokens,
             rounds=_rounds(self.auto_continue),
             num_choices=num_choices,
@@ -226,6 +217,12 @@ class CommonBody(Body):
         for name in ("constraint_start", "guided_whitespace_pattern"):
             if constraint is None and getattr(self, name) is not None:
                 yield name
+
+
+def sampling_options(body: Body, **converted: Any) -> SamplingOptions:
+    """Return a body's sampling: its fields that `SamplingOptions` has by the same name, and the `converted` ones."""
+    names = [field.name for field in fields(SamplingOptions) if field.name in type(body).model_fields]
+    return SamplingOptions(**{name: getattr(body, name) for name in names} | converted)
 
 
 def _rounds(asked: AutoContinue | None) -> Rounds | None:

@@ -22,7 +22,7 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -302,13 +302,9 @@ class UpstreamEngine:
             "prompt": list(ids),
             "stream": True,
             "max_tokens": max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            # The fields of `Sampling` have the names that vLLM gives them; those below differ in their values.
+            **{field.name: getattr(sampling, field.name) for field in fields(sampling)},
             "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
             "logit_bias": {str(id): value for id, value in sampling.logit_bias.items()} or None,
             "seed": (sampling.seed + job.choice) % 2**63,
             "min_tokens": min(job.min_tokens, max_tokens),
