@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 
 from legato.decoding.grammar_check import Allowance
@@ -293,16 +293,9 @@ def _bias_by_id(bias: Mapping[int | str, float], tokenizer: Tokenizer) -> dict[i
     return values
 
 
-def _settle(asked: SamplingOptions, seed: int, bias: Mapping[int, float]) -> Sampling:
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    return Sampling(
-        seed=seed,
-        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=max(0, asked.top_k or 0),
-        min_p=asked.min_p or 0.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        logit_bias=bias,
-    )
+def _settle(options: SamplingOptions, seed: int, bias: Mapping[int, float]) -> Sampling:
+    """Return the sampling that will run: what the request leaves open has the default that `Sampling` has."""
+    given = {field.name: value for field in fields(options) if (value := getattr(options, field.name)) is not None}
+    sampling = Sampling(**{"temperature": 1.0, **given, "seed": seed, "logit_bias": bias})
+    is_greedy = sampling.temperature < _GREEDY_BELOW
+    return replace(sampling, temperature=0.0 if is_greedy else sampling.temperature, top_k=max(0, sampling.top_k))
