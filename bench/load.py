@@ -24,7 +24,8 @@ import httpx2
 
 from bench.client import serving
 from bench.scripted import SCRIPT
-from legato.storage.store import Key, Store
+from legato.storage.keys import Key
+from legato.storage.store import Store
 
 __all__ = ["Streams", "apart", "on_core", "streams"]
 

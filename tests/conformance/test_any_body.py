@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from legato.config import ServerSettings
-from legato.storage.store import Key
+from legato.storage.keys import Key
 from tests.conformance.reading import CHAT, COMPLETIONS, check_error, read_events
 from tests.conformance.test_access import routes
 from tests.conftest import NO_TLS, Served, serve_script

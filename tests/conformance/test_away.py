@@ -15,7 +15,9 @@ import httpx2
 import pytest
 
 from legato.errors import StoreUnavailable
-from legato.storage.store import Charge, Key, Store, UsageRow
+from legato.storage.keys import Key
+from legato.storage.store import Store
+from legato.storage.usage import Charge, UsageRow
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.test_keys import bearer, wait_for_usage
 from tests.conformance.test_watch import metrics

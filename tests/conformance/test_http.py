@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from legato.config import LimitSettings, ServerSettings
-from legato.storage.store import Key
+from legato.storage.keys import Key
 from tests.conformance.reading import COMPLETIONS, body_for, eventually, stays_alive
 from tests.conformance.test_cases_http import connected, head, read_answer
 from tests.conformance.test_watch import metrics

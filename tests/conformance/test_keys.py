@@ -21,7 +21,9 @@ from legato.engines.scripted import Pause
 from legato.prompting.profiles import InfillTokens
 from legato.run.models import Models, load_models
 from legato.server import access
-from legato.storage.store import Key, Store, UsageRow
+from legato.storage.keys import Key
+from legato.storage.store import Store
+from legato.storage.usage import UsageRow
 from tests.conformance.reading import COMPLETIONS
 from tests.conformance.routes import EVERY, body_on
 from tests.conformance.test_cli import alone, failure, output, run

@@ -13,7 +13,7 @@ import pytest
 
 from legato.config import ServerSettings
 from legato.server.openapi.document import GENERATIONS
-from legato.storage.store import Key
+from legato.storage.keys import Key
 from tests.conformance.reading import CHAT, HI, is_idle, read_events
 from tests.conformance.test_access import routes
 from tests.conftest import SMALL, Served, serve_script, serve_weights

@@ -22,7 +22,8 @@ import sqlalchemy as sa
 
 from legato.config import ServerSettings, StoreSettings
 from legato.engines.scripted import Fault, Pause, Script
-from legato.storage.store import Key, Store
+from legato.storage.keys import Key
+from legato.storage.store import Store
 from legato.types import Job
 from tests.conformance.reading import CHAT, COMPLETIONS, check_error, together, user
 from tests.conformance.routes import OPENAI_SHAPED, body_on

@@ -25,7 +25,7 @@ from legato.config import LimitSettings, ServerSettings
 from legato.engines.scripted import Pause, Script
 from legato.errors import StoreUnavailable
 from legato.logs import _Json
-from legato.storage.store import Key
+from legato.storage.keys import Key
 from tests.conformance.reading import COMPLETIONS
 from tests.conftest import NO_TLS, Served, serve_script
 from tests.docs.pages import DOCS

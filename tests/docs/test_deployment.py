@@ -19,7 +19,8 @@ import pytest
 
 from legato.config import LimitSettings, load_settings
 from legato.engines.llamacpp.engine import _SPILL_S
-from legato.storage.store import Key, Store
+from legato.storage.keys import Key
+from legato.storage.store import Store
 from tests.conftest import NO_TLS
 from tests.docs.pages import DOCS, ROOT, blocks
 from tests.docs.test_blocks import environment

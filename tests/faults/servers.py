@@ -24,7 +24,7 @@ from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.ledger import Ledger
 from legato.server.telemetry import Watch
-from legato.storage.store import ANYONE
+from legato.storage.keys import ANYONE
 from legato.system.clock import Clock
 from legato.system.supervisor import Supervisor
 from legato.types import Job

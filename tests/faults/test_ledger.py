@@ -16,7 +16,8 @@ from legato.run.admission import Admission
 from legato.run.models import Model
 from legato.run.plan import plan
 from legato.server.ledger import Ledger
-from legato.storage.store import Key, UsageRow
+from legato.storage.keys import Key
+from legato.storage.usage import UsageRow
 from legato.system.supervisor import Supervisor
 from tests.faults import HANGS_AFTER_S
 from tests.faults.doubles import CLOCKS, DEATHS, Fault, FaultyStore, Kind

@@ -13,7 +13,8 @@ import pytest
 from legato.errors import NotAuthenticated, StoreUnavailable
 from legato.server import access
 from legato.server.access import Access
-from legato.storage.store import Key, Store
+from legato.storage.keys import Key
+from legato.storage.store import Store
 from legato.system.supervisor import Supervisor, together
 from tests.conftest import empty_store
 

@@ -37,8 +37,10 @@ from legato.server.generations.replay import Replay, failure_frames
 from legato.server.generations.writer import Writer
 from legato.server.ledger import Ledger
 from legato.server.telemetry import Watch
-from legato.storage.journal import End, Entry, Journal, Lease, Record, Written, new_id
-from legato.storage.store import ANYONE, Store
+from legato.storage.journal import Journal
+from legato.storage.keys import ANYONE
+from legato.storage.records import End, Entry, Lease, Record, Written, new_id
+from legato.storage.store import Store
 from legato.system.clock import Clock
 from legato.system.supervisor import Supervisor, beside
 from legato.types import Handle, Token

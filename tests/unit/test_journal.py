@@ -17,8 +17,10 @@ from alembic.config import Config
 
 from legato.config import StoreSettings
 from legato.errors import JournalFull
-from legato.storage.journal import End, Entry, Journal, Lease, News, Record, Verdict, Written, new_id
-from legato.storage.store import Store, UsageRow
+from legato.storage.journal import Journal
+from legato.storage.records import End, Entry, Lease, News, Record, Verdict, Written, new_id
+from legato.storage.store import Store
+from legato.storage.usage import UsageRow
 from legato.system.clock import Clock
 from legato.types import ScoredToken, Token
 from tests.unit.test_store import opened, postgresql, url

@@ -17,7 +17,8 @@ from legato.cli.options import open_store
 from legato.config import Settings, StoreSettings
 from legato.engines.llamacpp.spill import Spill
 from legato.errors import ConfigError
-from legato.storage.store import Key, Store
+from legato.storage.keys import Key
+from legato.storage.store import Store
 from legato.system.permissions import make_folder, protect_file, protect_folder
 
 

@@ -30,8 +30,11 @@ from legato.errors import (
     RateLimited,
     StoreUnavailable,
 )
-from legato.storage import journal, store
-from legato.storage.store import Batch, Key, Store, UsageRow, hash_key, store_url
+from legato.storage import journal, tables
+from legato.storage.database import store_url
+from legato.storage.keys import Key, hash_key
+from legato.storage.store import Store
+from legato.storage.usage import Batch, UsageRow
 from tests.conftest import children
 from tests.postgresql import serve_postgresql
 
@@ -83,7 +86,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_the_migrations_make_the_tables_that_the_code_has(opened: Store) -> None:
     with opened._engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), store.metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), tables.metadata) == []
     assert {*journal.__all__}, "its tables are among them"
 
 

@@ -59,7 +59,7 @@ def _limits(command: _Command) -> _Command:
 @click.option("--expires", "expires_at", type=_Expiry(), help="Day on which it ends (2030-12-31), or in days (90d).")
 def create(config_file: Path | None, models: tuple[str, ...], no_control_tokens: bool, **rights: Any) -> None:
     """Make a key for NAME and print it. It is shown now and never again."""
-    from legato.storage.store import Key
+    from legato.storage.keys import Key
 
     settings = settings_for(config_file, None)
     served = [*settings.models, *settings.aliases]

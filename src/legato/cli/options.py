@@ -64,7 +64,8 @@ def open_store(settings: Settings) -> AbstractContextManager[Store]:
     Raises:
         ConfigError: it cannot be used, or the data folder that it is in.
     """
-    from legato.storage.store import Store, store_url  # Takes a while to load, and few commands want it.
+    from legato.storage.database import store_url  # Takes a while to load, and few commands want it.
+    from legato.storage.store import Store
 
     if not settings.store.url:
         try:

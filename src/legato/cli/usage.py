@@ -29,7 +29,7 @@ def command(
     config_file: Path | None, since: datetime | None, until: datetime | None, key: str | None, form: str
 ) -> None:
     """Show how many requests and tokens each key took of each model on each day."""
-    from legato.storage.store import UsageRow
+    from legato.storage.usage import UsageRow
 
     with open_store(settings_for(config_file, None)) as store:
         bounds = {name: f"{day:%Y-%m-%d}" for name, day in (("since", since), ("until", until)) if day is not None}

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from legato.errors import NotAuthenticated, StoreUnavailable
-from legato.storage.store import Key, Store, hash_key
+from legato.storage.keys import Key, hash_key
+from legato.storage.store import Store
 from legato.system.supervisor import Supervisor
 
 __all__ = ["Access"]

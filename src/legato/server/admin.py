@@ -18,7 +18,8 @@ from legato.dialects.base import Body, read_body, unknown_fields
 from legato.errors import InvalidField, NotPermitted
 from legato.server.middleware import Endpoint, Gate
 from legato.server.streaming import send_body
-from legato.storage.store import Key, Store
+from legato.storage.keys import Key
+from legato.storage.store import Store
 from legato.wire import encode_json, parse_body
 
 __all__ = ["DAY", "KeyBody", "admin_routes", "check_admin"]

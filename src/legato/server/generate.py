@@ -25,7 +25,7 @@ from legato.server.middleware import Gate
 from legato.server.queries import facts, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
 from legato.server.telemetry import Watch
-from legato.storage.store import Key
+from legato.storage.keys import Key
 from legato.types import CompletionRequest, Finished, Usage
 from legato.wire import KEEP_ALIVE, parse_body
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from legato.errors import StoreUnavailable
 from legato.run.run import Run
 from legato.server.outage import Outage
-from legato.storage.store import Batch, Charge, Key, Store, UsageRow
+from legato.storage.keys import Key
+from legato.storage.store import Store
+from legato.storage.usage import Batch, Charge, UsageRow
 from legato.system.clock import Clock
 from legato.system.supervisor import Supervisor
 from legato.types import Usage

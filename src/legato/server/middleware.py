@@ -29,7 +29,7 @@ from legato.server.access import Access
 from legato.server.http.exchange import REFUSAL, Refusal
 from legato.server.streaming import ClientGone, send_body
 from legato.server.telemetry import Watch
-from legato.storage.store import ANYONE, Key
+from legato.storage.keys import ANYONE, Key
 
 __all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "Watched", "header"]
 

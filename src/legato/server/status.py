@@ -17,7 +17,7 @@ from legato.server.admin import check_admin
 from legato.server.middleware import Endpoint
 from legato.server.streaming import send_body
 from legato.server.telemetry import METRICS_TYPE, Watch
-from legato.storage.store import ANYONE
+from legato.storage.keys import ANYONE
 from legato.system.supervisor import Supervisor
 from legato.system.threads import ASIDE
 from legato.wire import encode_json

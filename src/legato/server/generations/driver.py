@@ -18,8 +18,8 @@ from legato.server.generations.live import Live
 from legato.server.ledger import Ledger
 from legato.server.queries import facts
 from legato.server.telemetry import Watch
-from legato.storage.journal import End, Entry, Written
-from legato.storage.store import Key
+from legato.storage.keys import Key
+from legato.storage.records import End, Entry, Written
 
 __all__ = ["Driver"]
 

@@ -18,7 +18,8 @@ from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.generations.replay import Replay
 from legato.server.outage import Outage
-from legato.storage.journal import End, Entry, Journal, Lease, News, Record
+from legato.storage.journal import Journal
+from legato.storage.records import End, Entry, Lease, News, Record
 from legato.system.clock import Clock
 
 __all__ = ["Adoption", "Leases"]

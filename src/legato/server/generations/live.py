@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from legato.errors import LegatoError
 from legato.run.run import Run
-from legato.storage.journal import End, Entry, News, Record
-from legato.storage.store import UsageRow
+from legato.storage.records import End, Entry, News, Record
+from legato.storage.usage import UsageRow
 from legato.system.clock import Clock
 
 __all__ = ["REFUSED", "Failure", "Live"]

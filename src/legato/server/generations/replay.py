@@ -15,8 +15,8 @@ from legato.errors import LegatoError, ModelNotFound
 from legato.run.models import Models
 from legato.run.plan import plan, planners
 from legato.run.run import Run
-from legato.storage.journal import Record, Written
-from legato.storage.store import Key
+from legato.storage.keys import Key
+from legato.storage.records import Record, Written
 from legato.system.threads import PLANS
 from legato.types import Chat, CompletionRequest, Handle, Infill, Job, Mark, Source, Text
 from legato.wire import DONE, encode_event

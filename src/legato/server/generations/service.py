@@ -33,8 +33,10 @@ from legato.server.generations.replay import Replay
 from legato.server.generations.writer import Writer
 from legato.server.ledger import Ledger
 from legato.server.telemetry import Watch
-from legato.storage.journal import End, Entry, Journal, Record, Written, new_id
-from legato.storage.store import Key, Store
+from legato.storage.journal import Journal
+from legato.storage.keys import Key
+from legato.storage.records import End, Entry, Record, Written, new_id
+from legato.storage.store import Store
 from legato.system.clock import Clock
 from legato.system.supervisor import Supervisor
 from legato.types import Handle

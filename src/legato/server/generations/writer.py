@@ -14,7 +14,8 @@ from legato.errors import JournalFull, LegatoError, StoreUnavailable
 from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.outage import Outage
-from legato.storage.journal import Journal, News, Verdict
+from legato.storage.journal import Journal
+from legato.storage.records import News, Verdict
 from legato.system.clock import Clock
 
 __all__ = ["Writer"]

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from legato.storage.store import Key, UsageRow
+from legato.storage.keys import Key
+from legato.storage.usage import UsageRow
 from legato.types import FinishReason
 
 __all__ = [
