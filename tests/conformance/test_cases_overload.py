@@ -31,8 +31,8 @@ from legato.server.access import Access
 from legato.server.generate import Generation
 from legato.server.generations import Generations
 from legato.server.ledger import Ledger
-from legato.server.middleware import Gate, Guarded, Watched
-from legato.server.telemetry import Watch
+from legato.server.middleware import Gate, GatedEndpoint, TelemetryMiddleware
+from legato.server.telemetry import Telemetry
 from legato.storage.store import Store
 from legato.system.supervisor import Supervisor
 from legato.types import Accepted, Answer, CompletionRequest, Delta, Finished, Job, Usage
@@ -542,11 +542,11 @@ def test_a_bug_in_the_encoder_costs_no_place(at: int | None, n: int) -> None:
         gate = Gate(ServerSettings(), LimitSettings(), Access((), store, supervisor))
         dialect = BrokenDialect(at or 0)
         models = Models({"m": model}, {})
-        watch = Watch(models, store, supervisor, traces_url="")
+        telemetry = Telemetry(models, store, supervisor, traces_url="")
         ledger = Ledger(store, supervisor)
-        generations = Generations(store, StoreSettings(), models, {}, ledger, watch, supervisor)
-        generation = Generation(COMPLETIONS, dialect, models, gate, ledger, watch, generations)
-        app = Watched(Guarded(gate, COMPLETIONS, OPENAI.encode_error, generation), watch)
+        generations = Generations(store, StoreSettings(), models, {}, ledger, telemetry, supervisor)
+        generation = Generation(COMPLETIONS, dialect, models, gate, ledger, telemetry, generations)
+        app = TelemetryMiddleware(GatedEndpoint(gate, COMPLETIONS, OPENAI.encode_error, generation), telemetry)
         body = json.dumps({"model": "m", "prompt": "x", "stream": at is not None, "n": n}).encode()
         requests: asyncio.Queue[Any] = asyncio.Queue()
         requests.put_nowait({"type": "http.request", "body": body, "more_body": False})

@@ -23,7 +23,7 @@ from legato.server.generations import Generations
 from legato.server.generations.live import Live
 from legato.server.generations.pace import Pace
 from legato.server.ledger import Ledger
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.keys import ANYONE
 from legato.system.clock import Clock
 from legato.system.supervisor import Supervisor
@@ -65,7 +65,7 @@ class Process:
         self.engine = ScriptedEngine(script)
         self.models = Models({name: Model(name, self.engine, Admission()) for name in models}, {})
         self.supervisor = Supervisor()
-        watch = Watch(self.models, self.store, self.supervisor, traces_url="")
+        telemetry = Telemetry(self.models, self.store, self.supervisor, traces_url="")
         dialects = {PATH: openai.CompletionsDialect()}
         self.generations = Generations(
             self.store,
@@ -73,7 +73,7 @@ class Process:
             self.models,
             dialects,
             Ledger(self.store, self.supervisor),
-            watch,
+            telemetry,
             self.supervisor,
             clock=clock,
             pace=DYING if fault is not None and fault.kind in DEATHS else PACE,
@@ -162,7 +162,7 @@ class World:
         process = await asyncio.to_thread(Process, self.file, self.fault, self.settings, self._clock, models or ("m",))
         self._processes.append(process)
         self._kept[process] = stack = AsyncExitStack()
-        await stack.enter_async_context(process.generations.kept())
+        await stack.enter_async_context(process.generations.running())
         return process
 
     async def stop(self, process: Process) -> None:

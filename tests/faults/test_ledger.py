@@ -32,7 +32,7 @@ async def count(store: FaultyStore, num_read: int | None) -> int:
     ledger = Ledger(store, supervisor)
     model = Model("m", ScriptedEngine(SCRIPT), Admission())
     run = plan(openai.CompletionsDialect().parse({"model": "m", "prompt": "four", "max_tokens": 99, "n": 3}), model)
-    async with asyncio.timeout(HANGS_AFTER_S), ledger.kept():
+    async with asyncio.timeout(HANGS_AFTER_S), ledger.running():
         async with ledger.account(Key("ann"), run), aclosing(run.events()) as events:
             async for _ in events:
                 num_read = None if num_read is None else num_read - 1

@@ -36,7 +36,7 @@ from legato.server.generations.pace import Pace
 from legato.server.generations.replay import Replay, failure_frames
 from legato.server.generations.writer import Writer
 from legato.server.ledger import Ledger
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.journal import Journal
 from legato.storage.keys import ANYONE
 from legato.storage.records import End, Entry, Lease, Record, Written, new_id
@@ -223,9 +223,9 @@ def test_who_reads_what_is_lost_is_told_by_its_end(bench: Bench) -> None:
 def driver(bench: Bench, live: Live) -> Driver:
     """What drives a generation."""
     supervisor = Supervisor()
-    watch = Watch(bench.models, bench.store, supervisor, traces_url="")
+    telemetry = Telemetry(bench.models, bench.store, supervisor, traces_url="")
     encoder = DIALECTS[PATH].encoder(live.run.request)
-    return Driver(live, encoder, ANYONE, Ledger(bench.store, supervisor), watch, bench.noted.append)
+    return Driver(live, encoder, ANYONE, Ledger(bench.store, supervisor), telemetry, bench.noted.append)
 
 
 def text(live: Live) -> str:
@@ -655,12 +655,12 @@ def test_a_path_that_is_gone_is_no_fault_of_ours(bench: Bench) -> None:
 async def serving(bench: Bench) -> AsyncIterator[Generations]:
     """A server's generations."""
     supervisor = Supervisor()
-    watch = Watch(bench.models, bench.store, supervisor, traces_url="")
+    telemetry = Telemetry(bench.models, bench.store, supervisor, traces_url="")
     ledger = Ledger(bench.store, supervisor)
     pace = Pace(lease_s=0.3, beat_s=0.05, patience_s=0.1, retry_s=0.05)
     models, store, settings = bench.models, bench.store, bench.settings
-    generations = Generations(store, settings, models, DIALECTS, ledger, watch, supervisor, pace=pace)
-    async with generations.kept():
+    generations = Generations(store, settings, models, DIALECTS, ledger, telemetry, supervisor, pace=pace)
+    async with generations.running():
         yield generations
     await supervisor.aclose()
 

@@ -24,16 +24,16 @@ from legato.server.access import Access
 from legato.server.admin import admin_routes
 from legato.server.generate import Generation
 from legato.server.generations import Generations
-from legato.server.generations.routes import handle_routes
+from legato.server.generations.routes import generation_routes
 from legato.server.ledger import Ledger
-from legato.server.middleware import Endpoint, Gate, Guarded, PathError, Watched
+from legato.server.middleware import Endpoint, Gate, GatedEndpoint, PathError, TelemetryMiddleware
 from legato.server.openapi.document import REPORT_HEADERS, describe
 from legato.server.queries import Query
 from legato.server.site import Site
 from legato.server.status import model_routes, status_routes
 from legato.server.streaming import send_body
 from legato.server.surfaces import DIALECTS, surface_of
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.store import Store
 from legato.system.supervisor import Supervisor
 from legato.wire import encode_json
@@ -63,10 +63,10 @@ def create_app(
     access = Access(server.key_digests(), store, supervisor)
     gate = Gate(server, limits, access)
     ledger = Ledger(store, supervisor)
-    watch = Watch(models, store, supervisor, traces_url=server.traces_url)
+    telemetry = Telemetry(models, store, supervisor, traces_url=server.traces_url)
     started = int(time.time())
     resumable = {path: dialect for path, dialect in DIALECTS.items() if issubclass(dialect.body, CommonBody)}
-    generations = Generations(store, journals, models, resumable, ledger, watch, supervisor)
+    generations = Generations(store, journals, models, resumable, ledger, telemetry, supervisor)
     document = encode_json(describe(tuple(models.served), has_keys=bool(server.api_keys) or store.has_keys()))
 
     def routes(path: str, endpoints: Mapping[str, Endpoint], *, is_public: bool = False) -> Route:
@@ -77,9 +77,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
-        with watch.open():
+        with telemetry.open():
             try:
-                async with ledger.kept(), generations.kept():
+                async with ledger.running(), generations.running():
                     yield
             finally:
                 await supervisor.aclose()
@@ -89,7 +89,7 @@ def create_app(
     return Router(
         [
             *(
-                routes(path, {"POST": Generation(path, dialect, models, gate, ledger, watch, generations)})
+                routes(path, {"POST": Generation(path, dialect, models, gate, ledger, telemetry, generations)})
                 for path, dialect in DIALECTS.items()
             ),
             *(
@@ -97,14 +97,14 @@ def create_app(
                 for (method, path), answer in _QUERIES.items()
             ),
             *(routes(path, {"GET": endpoint}, is_public=True) for path, endpoint in public.items()),
-            *(routes(path, {"GET": endpoint}) for path, endpoint in model_routes(models, watch, started).items()),
-            *(routes(path, endpoints) for path, endpoints in handle_routes(generations, gate).items()),
+            *(routes(path, {"GET": endpoint}) for path, endpoint in model_routes(models, telemetry, started).items()),
+            *(routes(path, endpoints) for path, endpoints in generation_routes(generations, gate).items()),
             *(routes(path, endpoints) for path, endpoints in admin_routes(store, gate).items()),
         ],
         redirect_slashes=False,
         default=_not_found,
         lifespan=lifespan,
-        middleware=[Middleware(Watched, watch), *_cross_origin(server.cors_origins)],
+        middleware=[Middleware(TelemetryMiddleware, telemetry), *_cross_origin(server.cors_origins)],
     )
 
 
@@ -115,7 +115,7 @@ def _route(gate: Gate, path: str, endpoints: Mapping[str, Endpoint], *, is_publi
         await endpoints["GET" if scope["method"] == "HEAD" else scope["method"]](scope, receive, send)
 
     surface = surface_of(path)
-    guarded = Guarded(
+    guarded = GatedEndpoint(
         gate, path, surface.encode_error, endpoint, is_public=is_public, takes_x_api_key=surface.takes_x_api_key
     )
     return _Route(path, guarded, [*endpoints])
@@ -132,7 +132,7 @@ class _Route(Route):
 
     methods: set[str]
 
-    def __init__(self, path: str, guarded: Guarded, methods: Collection[str]) -> None:
+    def __init__(self, path: str, guarded: GatedEndpoint, methods: Collection[str]) -> None:
         super().__init__(path, guarded, methods=methods)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,7 +24,7 @@ from legato.server.ledger import Ledger
 from legato.server.middleware import Gate
 from legato.server.queries import facts, report_headers
 from legato.server.streaming import run_aside, send_body, send_stream, while_connected
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.keys import Key
 from legato.types import CompletionRequest, Finished, Usage
 from legato.wire import KEEP_ALIVE, parse_body
@@ -42,7 +42,7 @@ class Generation:
         models: Models,
         gate: Gate,
         ledger: Ledger,
-        watch: Watch,
+        telemetry: Telemetry,
         generations: Generations,
     ) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class Generation:
         self._models = models
         self._gate = gate
         self._ledger = ledger
-        self._watch = watch
+        self._telemetry = telemetry
         self._generations = generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ class Generation:
             await send_live(self._generations, live, receive, send)
             return
         async with self._ledger.account(key, run):
-            with self._watch.run(run, scope["notes"]):
+            with self._telemetry.run(run, scope["notes"]):
                 await self._answer(run, receive, send)
 
     async def _answer(self, run: Run, receive: Receive, send: Send) -> None:
@@ -83,12 +83,12 @@ class Generation:
         if request.output.stream:
             kind = self._dialect.stream_type
             headers["content-type"] = kind
-            async with aclosing(self._watch.events(run)) as events:
+            async with aclosing(self._telemetry.events(run)) as events:
                 frames = _frames(run, encoder, events)
                 stream = send_stream(send, frames, encoder.failure, headers, KEEP_ALIVE[kind])
                 await while_connected(receive, stream)
         else:
-            drawn = await while_connected(receive, collect(self._watch.events(run)))
+            drawn = await while_connected(receive, collect(self._telemetry.events(run)))
             answers = choose_best(drawn, run.num_drawn, request.num_choices)
             usage = total_usage([answer.usage for answer in drawn], run.num_drawn)
             await send_body(send, encoder.whole(answers, usage, facts(run, usage)), status=200, headers=headers)

@@ -77,7 +77,7 @@ class Ledger:
             account.is_over = True
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Write what is counted, from time to time and at the end."""
         writing = self._supervisor.start("usage", self._write_on)
         try:

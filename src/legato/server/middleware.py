@@ -28,10 +28,10 @@ from legato.errors import (
 from legato.server.access import Access
 from legato.server.http.exchange import REFUSAL, Refusal
 from legato.server.streaming import ClientGone, send_body
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.keys import ANYONE, Key
 
-__all__ = ["Endpoint", "Gate", "Guarded", "PathError", "Reply", "Watched", "header"]
+__all__ = ["Endpoint", "Gate", "GatedEndpoint", "PathError", "Reply", "TelemetryMiddleware", "header"]
 
 _log = logging.getLogger("legato.server")
 
@@ -133,20 +133,20 @@ class Gate:
         return bytes(data)
 
 
-class Watched:
+class TelemetryMiddleware:
     """An ASGI application with an eye on every request: each has an id, a line in the log and a count.
 
     What the application puts into `scope["notes"]` is logged too: `route`, if there is one, and what it took. A request
     that the connection refused is answered here.
     """
 
-    def __init__(self, app: ASGIApp, watch: Watch) -> None:
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
         self._app = app
-        self._watch = watch
+        self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        with self._watch.request(scope["method"], header(scope, b"traceparent")) as notes:
+        with self._telemetry.request(scope["method"], header(scope, b"traceparent")) as notes:
             notes |= {"request": secrets.token_hex(8), "path": scope["raw_path"].decode("latin-1")}
 
             async def noted(message: Message) -> None:
@@ -172,7 +172,7 @@ class Watched:
                     await send_body(noted, refusal.text.encode(), status=refusal.status, headers=headers, kind=kind)
 
 
-class Guarded:
+class GatedEndpoint:
     """An ASGI endpoint with the gate before it and error handling around it.
 
     `scope["key"]` tells it who asks; what it puts into `scope["notes"]` is logged.

@@ -16,7 +16,7 @@ from legato.server.access import Access
 from legato.server.admin import check_admin
 from legato.server.middleware import Endpoint
 from legato.server.streaming import send_body
-from legato.server.telemetry import METRICS_TYPE, Watch
+from legato.server.telemetry import METRICS_TYPE, Telemetry
 from legato.storage.keys import ANYONE
 from legato.system.supervisor import Supervisor
 from legato.system.threads import ASIDE
@@ -55,13 +55,13 @@ def status_routes(models: Models, supervisor: Supervisor, access: Access) -> Map
     return {"/health": health, "/ready": ready}
 
 
-def model_routes(models: Models, watch: Watch, started: int) -> Mapping[str, Endpoint]:
+def model_routes(models: Models, telemetry: Telemetry, started: int) -> Mapping[str, Endpoint]:
     """Return the endpoints that want a key, by path; all are for GET. `started`: when the models were loaded."""
 
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["key"] != ANYONE:
             check_admin(scope["key"])
-        body = await ASIDE.run(watch.metrics)
+        body = await ASIDE.run(telemetry.metrics)
         await send_body(send, body, status=200, headers={}, kind=METRICS_TYPE)
 
     async def list_models(scope: Scope, receive: Receive, send: Send) -> None:

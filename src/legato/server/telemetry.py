@@ -25,7 +25,7 @@ from legato.storage.store import Store
 from legato.system.supervisor import Supervisor
 from legato.types import Finished
 
-__all__ = ["METRICS_TYPE", "Notes", "Watch"]
+__all__ = ["METRICS_TYPE", "Notes", "Telemetry"]
 
 METRICS_TYPE = CONTENT_TYPE_LATEST
 Notes = dict[str, str | int | float]
@@ -44,7 +44,7 @@ _Span = Callable[[str, bytes | None, Notes], AbstractContextManager[None]]
 """Opens a span of a name, below the one that a `traceparent` names; closing it takes the notes over."""
 
 
-class Watch:
+class Telemetry:
     """Watches one server.
 
     Raises:

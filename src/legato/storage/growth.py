@@ -34,16 +34,16 @@ class Growth:
         self.end = news.end
         self._row = row
         self._news = news
-        self._is_told = row.state != "running"
+        self._is_repeat = row.state != "running"
         """Whether all of this was written before."""
-        self._fresh = [] if self._is_told else news.entries[max(0, row.num_entries + 1 - news.first) :]
+        self._new_entries = [] if self._is_repeat else news.entries[max(0, row.num_entries + 1 - news.first) :]
         self.rows = [
             {"generation": row.id, "num": num, "frame": entry.frame, "tokens": tokens_json(entry.tokens)}
-            for num, entry in enumerate(self._fresh, row.num_entries + 1)
+            for num, entry in enumerate(self._new_entries, row.num_entries + 1)
         ]
-        self.usage = [] if self._is_told else new_usage(row, news.taken)
+        self.usage = [] if self._is_repeat else new_usage(row, news.taken)
         self._texts: dict[str, Any] = {}
-        if self.end is not None and not self._is_told:
+        if self.end is not None and not self._is_repeat:
             written = None if self.end.written is None else written_json(self.end.written)
             self._texts = {"answer": self.end.answer, "written": written}
         self.num_bytes = -FOR_END if self._texts else 0
@@ -59,7 +59,7 @@ class Growth:
 
     def follows(self, connection: sa.Connection) -> bool:
         """Whether the entries go on from those that are there, which have to be the same."""
-        if self._is_told:
+        if self._is_repeat:
             return True
         first, entries = self._news.first, self._news.entries
         there = read_entries(connection, self.id, first - 1) if self._row.num_entries >= first else []

@@ -109,8 +109,8 @@ class Store:
                 f"`expires_at` must be in the future, got {key.expires_at}, now {now}", param="expires_at"
             )
         secret, prefix = new_key()
-        made = replace(key, prefix=prefix, created_at=now, revoked_at=None)
-        row = {**asdict(made), "digest": hash_key(secret.encode())}
+        created = replace(key, prefix=prefix, created_at=now, revoked_at=None)
+        row = {**asdict(created), "digest": hash_key(secret.encode())}
         try:
             with self.writing() as connection:
                 connection.execute(sa.insert(tables.keys).values(row))

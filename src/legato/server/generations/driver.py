@@ -17,7 +17,7 @@ from legato.run.events import Event
 from legato.server.generations.live import Live
 from legato.server.ledger import Ledger
 from legato.server.queries import facts
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.keys import Key
 from legato.storage.records import End, Entry, Written
 
@@ -30,13 +30,13 @@ class Driver:
     """Drives one generation, once. `note` is called when its Live has news."""
 
     def __init__(
-        self, live: Live, encoder: Encoder, key: Key, ledger: Ledger, watch: Watch, note: Callable[[Live], None]
+        self, live: Live, encoder: Encoder, key: Key, ledger: Ledger, telemetry: Telemetry, note: Callable[[Live], None]
     ) -> None:
         self._live = live
         self._encoder = encoder
         self._key = key
         self._ledger = ledger
-        self._watch = watch
+        self._telemetry = telemetry
         self._note = note
         self._num_frames = 0
         self._num_tokens = len(live.run.written)
@@ -58,9 +58,9 @@ class Driver:
         run, encoder = self._live.run, self._encoder
         events: list[Event] = []
         async with self._ledger.account(self._key, run, is_journaled=True):
-            with self._watch.run(run, {}):
+            with self._telemetry.run(run, {}):
                 opening = encoder.start()
-                async with aclosing(self._watch.events(run)) as news:
+                async with aclosing(self._telemetry.events(run)) as news:
                     async for event in news:
                         events.append(event)
                         self._add((*opening, *encoder.event(event)))

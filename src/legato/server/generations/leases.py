@@ -1,6 +1,6 @@
 """Which generations are this process's: it keeps its own, ends those that nobody wants, and adopts those of the dead.
 
-A process is alive as long as its beat is heard, by whoever listens and by that one's own clock. It drives and writes
+A process is alive as long as its beat changes, as another process sees it by its own clock. It drives and writes
 nothing itself.
 """
 
@@ -61,7 +61,7 @@ class Leases:
         """Let it be heard that they are alive; end those that no client has visited for long.
 
         Raises:
-            StoreUnavailable: it cannot be heard.
+            StoreUnavailable: it cannot be read.
         """
         held = {id: live for id, live in self._lives.items() if self._is_held(live)}
         if not held:
@@ -91,7 +91,7 @@ class Leases:
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Sighting:
     """A generation that is not this process's, as it was when something was last heard of it."""
 
     lease: Lease
@@ -124,7 +124,7 @@ class Adoption:
         self._wait_s = min(settings.resume_window_s, settings.retention_s)
         self._pace = pace
         self._clock = clock
-        self._heard: dict[str, _Heard] = {}
+        self._sightings: dict[str, _Sighting] = {}
         self._doomed: dict[str, LegatoError] = {}
         """What is being ended here, and why."""
         self._swept_at: float | None = None
@@ -145,19 +145,19 @@ class Adoption:
         """Hear who is alive, and adopt what has nobody.
 
         Raises:
-            StoreUnavailable: it cannot be heard.
+            StoreUnavailable: it cannot be read.
         """
         leases = await self._journal.reads.run(self._journal.leases)
         now = self._clock.steady()
-        before, self._heard = self._heard, {}
+        before, self._sightings = self._sightings, {}
         for lease in leases:
             if lease.id not in self._lives:
                 known = before.get(lease.id)
-                self._heard[lease.id] = known if known and known.lease == lease else _Heard(lease, now)
-        self._doomed = {id: error for id, error in self._doomed.items() if id in self._heard}
-        for heard in [*self._heard.values()]:
-            if self._is_orphan(heard.lease, now - heard.at):
-                await self._take(heard, now)
+                self._sightings[lease.id] = known if known and known.lease == lease else _Sighting(lease, now)
+        self._doomed = {id: error for id, error in self._doomed.items() if id in self._sightings}
+        for sighting in [*self._sightings.values()]:
+            if self._is_orphan(sighting.lease, now - sighting.at):
+                await self._take(sighting, now)
 
     def _is_orphan(self, lease: Lease, silent_s: float) -> bool:
         """Whether nobody keeps a generation. What is ours without being among our own was left, or its adoption was
@@ -165,20 +165,20 @@ class Adoption:
         """
         return not lease.beat or lease.owner == self._journal.owner or silent_s > self._pace.lease_s
 
-    async def _take(self, heard: _Heard, now: float) -> None:
+    async def _take(self, sighting: _Sighting, now: float) -> None:
         """Let an orphan go on here, or end it, if either can be."""
-        id = heard.lease.id
-        if heard.error is not None and now - heard.at > self._wait_s:
-            self._doomed.setdefault(id, heard.error)
-        if heard.error is not None and id not in self._doomed:
+        id = sighting.lease.id
+        if sighting.error is not None and now - sighting.at > self._wait_s:
+            self._doomed.setdefault(id, sighting.error)
+        if sighting.error is not None and id not in self._doomed:
             return
-        record = await self._journal.reads.run(self._journal.find, id, heard.lease.key)
+        record = await self._journal.reads.run(self._journal.find, id, sighting.lease.key)
         if record is None:
             return
-        run = None if id in self._doomed else await self._planned(record, heard)
+        run = None if id in self._doomed else await self._plan_orphan(record, sighting)
         if run is None and id not in self._doomed:
             return
-        entries = await self._journal.writes.run(self._journal.adopt, heard.lease)
+        entries = await self._journal.writes.run(self._journal.adopt, sighting.lease)
         if entries is None:
             return
         if run is None:
@@ -188,14 +188,14 @@ class Adoption:
         _log.info("generation %s goes on behind %d tokens", id, len(written))
         self._resume(record, replace(run, written=written), entries)
 
-    async def _planned(self, record: Record, heard: _Heard) -> Run | None:
+    async def _plan_orphan(self, record: Record, sighting: _Sighting) -> Run | None:
         """Return the run of an orphan. Note if there cannot be one here, or nowhere."""
         try:
             return await self._replay.run(record)
         except CapacityError:
             pass  # There is too much to do just now.
         except ModelNotFound as error:
-            heard.error = error
+            sighting.error = error
         except Exception as error:  # noqa: BLE001 - what was right once may be wrong for another version or model
             _log.exception("generation %s cannot go on", record.id)
             bug = LegatoError("something went wrong in the server; its log has the reason")

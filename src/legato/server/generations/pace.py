@@ -14,7 +14,7 @@ class Pace:
     lease_s: float = 5.0
     """So long a generation stays with a process that is not heard of."""
     beat_s: float = 1.0
-    """How often a process is heard, and listens for others."""
+    """How often a process renews its leases, and looks at those of others."""
     sweep_s: float = 60.0
     """How often old journals are removed."""
     poll_s: float = 0.1

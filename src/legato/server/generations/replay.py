@@ -55,11 +55,11 @@ class Replay:
         """
         if record.path not in self._dialects:
             raise ModelNotFound(f"this server has no path `{record.path}`")
-        run = await self.planned(record, {}, record.before, Key(record.key), self._models)
+        run = await self.plan(record, {}, record.before, Key(record.key), self._models)
         handle = Handle(record.id, record.created_at)
         return replace(run, request=replace(run.request, handle=handle), jobs=(Job.from_json(record.job),), tokens=[])
 
-    async def planned(self, record: Record, given: Mapping[str, Any], before: Written, key: Key, models: Models) -> Run:
+    async def plan(self, record: Record, given: Mapping[str, Any], before: Written, key: Key, models: Models) -> Run:
         """Plan such a request for one of `models`, beside what else there is to do.
 
         Raises:

@@ -21,7 +21,7 @@ from legato.server.queries import report_headers
 from legato.server.streaming import send_body, send_stream, while_connected
 from legato.wire import EVENTS, KEEP_ALIVE, encode_json, parse_body
 
-__all__ = ["handle_routes", "send_live"]
+__all__ = ["generation_routes", "send_live"]
 
 
 async def send_live(generations: Generations, live: Live, receive: Receive, send: Send) -> None:
@@ -42,7 +42,7 @@ async def _send_events(
         await while_connected(receive, stream)
 
 
-def handle_routes(generations: Generations, gate: Gate) -> Mapping[str, Mapping[str, Endpoint]]:
+def generation_routes(generations: Generations, gate: Gate) -> Mapping[str, Mapping[str, Endpoint]]:
     """Return the endpoints by path and method."""
 
     async def show(scope: Scope, receive: Receive, send: Send) -> None:

@@ -32,7 +32,7 @@ from legato.server.generations.pace import Pace
 from legato.server.generations.replay import Replay
 from legato.server.generations.writer import Writer
 from legato.server.ledger import Ledger
-from legato.server.telemetry import Watch
+from legato.server.telemetry import Telemetry
 from legato.storage.journal import Journal
 from legato.storage.keys import Key
 from legato.storage.records import End, Entry, Record, Written, new_id
@@ -54,7 +54,7 @@ class Generations:
         models: Models,
         dialects: Mapping[str, Dialect],
         ledger: Ledger,
-        watch: Watch,
+        telemetry: Telemetry,
         supervisor: Supervisor,
         *,
         clock: Clock = Clock(),  # noqa: B008 - it is frozen
@@ -64,7 +64,7 @@ class Generations:
         self._models = models
         self._dialects = dialects
         self._ledger = ledger
-        self._watch = watch
+        self._telemetry = telemetry
         self._supervisor = supervisor
         self._clock = clock
         self._pace = pace
@@ -76,7 +76,7 @@ class Generations:
         self._adoption = Adoption(self._journal, self._lives, self._replay, self._resume, settings, pace, clock)
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Keep generations running; what runs at the end is left to the next server."""
         keepers = [
             self._supervisor.start("journal", self._writer.run, on_failure=self._writer.fail),
@@ -86,8 +86,8 @@ class Generations:
         try:
             yield
         finally:
-            await _ended(keepers)
-            await _ended([live.task for live in self._lives.values() if live.task is not None])
+            await _cancel(keepers)
+            await _cancel([live.task for live in self._lives.values() if live.task is not None])
             with suppress(StoreUnavailable):
                 if await self._writer.flush():
                     await self._journal.writes.run(self._journal.release)
@@ -212,7 +212,7 @@ class Generations:
             if name in given:
                 raise InvalidField(f"`{name}` is that of the generation, and cannot be given here", param=name)
         before = record.before + record.written
-        run = await self._replay.planned(record, given, before, key, self._models.only(key.models))
+        run = await self._replay.plan(record, given, before, key, self._models.only(key.models))
         return await self.start(key, record.path, {**record.body, **given}, run, before)
 
     async def delete(self, record: Record) -> None:
@@ -245,11 +245,11 @@ class Generations:
 
     def _drive(self, live: Live, key: Key) -> Live:
         encoder = self._dialects[live.record.path].encoder(live.run.request)
-        driver = Driver(live, encoder, key, self._ledger, self._watch, self._writer.note)
-        live.task = self._supervisor.once(f"generation {live.record.id}", self._driven(live, driver))
+        driver = Driver(live, encoder, key, self._ledger, self._telemetry, self._writer.note)
+        live.task = self._supervisor.once(f"generation {live.record.id}", self._drive_and_release(live, driver))
         return live
 
-    async def _driven(self, live: Live, driver: Driver) -> None:
+    async def _drive_and_release(self, live: Live, driver: Driver) -> None:
         try:
             await driver.drive()
         finally:
@@ -259,7 +259,7 @@ class Generations:
                 live.lose()
 
 
-async def _ended(tasks: Collection[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
     """End tasks."""
     for task in tasks:
         task.cancel()
