@@ -31,8 +31,23 @@ docs:
 models:
     legato pull smollm2-135m qwen2.5-coder-0.5b
 
+# Tests side by side, then those that must be alone. Arguments go to pytest, which exits with 5 where it has no test.
+[positional-arguments]
 test *ARGS:
-    pytest {{ARGS}}
+    #!/usr/bin/env bash
+    pytest -n 3 -m "not alone" "$@"
+    together=$?
+    pytest -m alone "$@"
+    alone=$?
+    case "$together $alone" in
+        "0 0" | "0 5" | "5 0") ;;
+        *) exit 1 ;;
+    esac
+
+# A verdict in a minute: the tests that need no model, with few examples.
+test-fast:
+    pytest -n 3 -q -m "not alone" --hypothesis-profile fast tests/unit tests/property tests/docs/test_mentions.py \
+        --ignore tests/property/test_seam.py --ignore tests/property/test_constraints.py
 
 # Measure a running server, also beside others; docs/benchmarks.md.
 bench *ARGS:

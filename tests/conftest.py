@@ -30,6 +30,8 @@ from legato.server.app import create_app
 from legato.server.run import listen, run_app
 from legato.storage.store import Store
 from legato.types import Job
+from tests.faults import tried
+from tests.side_by_side import SideBySide
 from tests.tokenizers import write_tokenizer
 
 SMALL = "smollm2-135m"
@@ -41,6 +43,7 @@ NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 hypothesis.settings.register_profile("thorough", max_examples=2000)
+hypothesis.settings.register_profile("fast", max_examples=10)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,6 +58,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--typed", type=int, default=10, help="How many random sequences of typing into a gap are asked for."
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SideBySide:
+    """Say which tests a worker gets (`just test`)."""
+    config.option.loadscopereorder = False
+    return SideBySide(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the number of faults that a worker has tried to the process that prints the summary."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["tried"] = dict(tried)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add the faults of a worker; one that crashed has handed over nothing."""
+    tried.update(getattr(node, "workeroutput", {}).get("tried", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many faults were tried, by kind."""
+    if tried:
+        terminalreporter.section("faults tried on purpose")
+        for kind, num in sorted(tried.items()):
+            terminalreporter.line(f"{num:5} {kind}")
+        terminalreporter.line(f"{tried.total():5} in all")
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_c065_a_chunked_body_is_the_same_as_one_of_fixed_length(open_server: Ser
         assert text_of(answer.json()) == "ok"
 
 
-@pytest.mark.parametrize("data", [gzip.compress(b"{}"), b"{}"])
+@pytest.mark.parametrize("data", [gzip.compress(b"{}", mtime=0), b"{}"])
 def test_a_compressed_body_is_refused_in_words(open_server: Served, data: bytes) -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     answer = httpx2.post(open_server.url + COMPLETIONS, content=data, headers=headers, verify=NO_TLS)

@@ -213,6 +213,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.alone
 def test_c052_bad_messages_are_refused_at_once_with_their_place(small: Served) -> None:
     with stays_alive(small):
         for messages, place in BAD_MESSAGES:

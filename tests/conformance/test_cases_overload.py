@@ -363,6 +363,7 @@ class Flood(Sequence[bytes]):
 LONG = {"context_length": 10_000_000}
 
 
+@pytest.mark.alone
 def test_a_client_that_does_not_read_holds_nobody_and_loses_its_place() -> None:
     flood = Flood(50_000)
     with serve_script(
@@ -427,6 +428,7 @@ def test_a_client_that_reads_slowly_gets_all() -> None:
 # Silent streams
 
 
+@pytest.mark.alone
 def test_three_hundred_silent_streams_cost_little_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 1.0)
     num = 300
@@ -471,6 +473,7 @@ def test_three_hundred_silent_streams_cost_little_and_leave_nothing(monkeypatch:
 # A bug of ours
 
 
+@pytest.mark.alone
 def test_a_large_body_does_not_hold_up_the_others() -> None:
     """It is read in a thread: what is left on the event loop are single calls of it, which are no half of the whole."""
 

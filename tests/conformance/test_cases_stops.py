@@ -222,6 +222,7 @@ BAD_STOPS: list[Any] = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_c030_bad_stops_are_refused_at_once(small: Served, path: str) -> None:
     with stays_alive(small):

@@ -399,6 +399,7 @@ def solo() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("path", "phase"),
     [(COMPLETIONS, "prefill"), (CHAT, "decode"), (CHAT, "whole"), (COMPLETIONS, "whole decode")],

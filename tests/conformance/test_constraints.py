@@ -492,6 +492,7 @@ def test_hostile_constraints_stop_nobody_else(small: Served) -> None:
     assert answer(small, **AS_PHONE)[1] == "stop"
 
 
+@pytest.mark.alone
 def test_slow_constraints_make_nobody_else_wait(small: Served) -> None:
     """Nobody is told that a constraint is too complex because others are."""
 

@@ -14,7 +14,7 @@ HANGS_AFTER_S = 10.0
 """What takes longer hangs."""
 
 tried: Counter[str] = Counter()
-"""How many faults the run has tried, by what failed; told at its end (`conftest`)."""
+"""How many faults the run has tried, by what failed; printed at its end (`tests/conftest.py`)."""
 
 
 class Faults:

@@ -150,6 +150,7 @@ def test_a_process_that_cannot_begin_is_nobodys_fault() -> None:
         assert [try_text(checker, text) for text in "ab"] == ["busy", "right"]
 
 
+@pytest.mark.alone
 def test_what_was_too_complex_is_so_at_once() -> None:
     with checking() as checker:
         assert try_text(checker, "computes") == "too complex"
@@ -158,6 +159,7 @@ def test_what_was_too_complex_is_so_at_once() -> None:
         assert time.monotonic() - begun < 0.5
 
 
+@pytest.mark.alone
 def test_all_constraints_of_a_request_have_a_time_together() -> None:
     with checking() as checker:
         allowance = Allowance(1.5)

@@ -269,6 +269,7 @@ async def without_end(engine: LlamaCppEngine) -> None:
         pass
 
 
+@pytest.mark.alone
 def test_nobody_waits_long_for_a_worker_that_cannot_be_started() -> None:
     async def test() -> None:
         tried["engine: no worker for long"] += 1

@@ -61,6 +61,7 @@ LONG = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("text", LONG)
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_four_times_the_text_takes_four_times_as_long(kind: str, text: str) -> None:

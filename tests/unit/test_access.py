@@ -82,6 +82,7 @@ def test_a_key_is_asked_for_once_a_second_whoever_wants_to_know() -> None:
     run(test)
 
 
+@pytest.mark.alone
 def test_nobody_waits_for_a_slow_store_who_can_do_without() -> None:
     async def test(one: Access, slow: Slow, key: bytes) -> None:
         assert not await one.is_open()

@@ -306,6 +306,7 @@ LONG = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("text", LONG)
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_four_times_the_text_takes_four_times_as_long(text: str, is_opened: bool) -> None:

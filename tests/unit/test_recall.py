@@ -96,6 +96,7 @@ def test_only_the_last_answers_are_kept() -> None:
     assert recall.find(job(b"ab", seed=100)) is not None
 
 
+@pytest.mark.alone
 def test_what_else_is_remembered_hardly_costs_anything() -> None:
     """Answers at one gap, of 8,000 ids that differ in the last one: 64 are no more than 16 times one."""
     asked = job(b"ab" * 4000)

@@ -154,6 +154,7 @@ def test_a_database_that_goes_away_is_said_in_words(tmp_path: Path, caplog: pyte
     ]
 
 
+@pytest.mark.alone
 def test_who_reads_does_not_wait_for_who_writes(tmp_path: Path) -> None:
     file = tmp_path / "legato.db"
     with closing(Store.open(f"sqlite:///{file}")) as store, closing(sqlite3.connect(file)) as other:

@@ -61,6 +61,7 @@ def test_once_it_is_over_nothing_is_looked_at_again() -> None:
     assert budget.is_over
 
 
+@pytest.mark.alone
 def test_thinking_costs_as_much_as_it_is_long() -> None:
     def think(num: int) -> None:
         budget = Budget(job(b"[a]", max_tokens=num), TOKENIZER.pieces, SEAM)

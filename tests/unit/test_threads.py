@@ -44,6 +44,7 @@ def test_a_call_returns_or_raises_as_it_does() -> None:
     run(test)
 
 
+@pytest.mark.alone
 def test_who_cannot_begin_in_time_is_refused_and_never_begins() -> None:
     async def test() -> None:
         gate = threading.Event()

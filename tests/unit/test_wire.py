@@ -138,6 +138,7 @@ def test_events_are_read_however_they_are_cut(values: list[Any], cuts: list[int]
     assert [event.decode() for event in read] == texts
 
 
+@pytest.mark.alone
 def test_a_line_without_an_end_costs_what_it_is_long_and_is_given_up() -> None:
     def feed(num: int) -> None:
         reader = EventReader()
