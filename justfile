@@ -31,18 +31,8 @@ docs:
 models:
     legato pull smollm2-135m qwen2.5-coder-0.5b
 
-# Tests side by side, then those that must be alone. Arguments go to pytest, which exits with 5 where it has no test.
-[positional-arguments]
 test *ARGS:
-    #!/usr/bin/env bash
-    pytest -n 3 -m "not alone" "$@"
-    together=$?
-    pytest -m alone "$@"
-    alone=$?
-    case "$together $alone" in
-        "0 0" | "0 5" | "5 0") ;;
-        *) exit 1 ;;
-    esac
+    pytest {{ARGS}}
 
 # A verdict in a minute: the tests that need no model, with few examples.
 test-fast:

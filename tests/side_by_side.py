@@ -10,7 +10,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 __all__ = ["SideBySide"]
 
-_FAULTS = "tests/faults/"
 _CONFORMANCE = "tests/conformance/"
 _SHARED_SERVER = re.compile(r"\b(small|default): Served\b")
 
@@ -19,14 +18,11 @@ class SideBySide(LoadScopeScheduling):  # type: ignore[misc] # xdist has no type
     """Hands out whole files, each to one worker.
 
     All files of `tests/conformance/` that use the servers of `tests/conftest.py` go to the same worker, so that each
-    server is started once. The tests of `tests/faults/` share nothing, and are handed out one by one. The order is
-    that of the collection: the conformance tests, which take longest, come first.
+    server is started once. The order is that of the collection: the conformance tests, which take longest, come first.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if file.startswith(_FAULTS):
-            return nodeid
         if file.startswith(_CONFORMANCE) and _uses_shared_server(self.config.rootpath / file):
             return _CONFORMANCE
         return file

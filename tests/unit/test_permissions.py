@@ -127,7 +127,7 @@ def test_what_others_own_is_used_with_a_warning(tmp_path: Path, caplog: pytest.L
     make_folder(tmp_path / "others")
     (tmp_path / "others" / "file").touch()
     (tmp_path / "others" / "file").chmod(0o666)
-    for path in tmp_path.parents[1::-1]:
+    for path in (path for path in tmp_path.parents if "pytest-of-" in str(path)):
         path.chmod(0o755)
     os.chown(tmp_path / "others" / "file", 54321, 0)
     os.chown(tmp_path / "others", 54321, 0)
