@@ -1,8 +1,8 @@
-"""Whose a key is: those of the configuration, and those of the store.
+"""Looks up API keys: those of the configuration, and those of the store.
 
-It receives the bytes that a caller presents and returns a `Key`. What the store says is believed for a second, so a
-request seldom asks it, and a revoked key is wrong a second later everywhere. While the store does not answer, what it
-said last is believed for a while, and nobody waits. It knows no requests.
+It receives the bytes that a caller presents and returns a `Key`. An answer of the store is cached for a second, so most
+requests cause no query, and a revoked key is refused everywhere a second later. While the store does not answer, its
+last answer is used for a while, without waiting. It knows no requests.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ from legato.system.supervisor import Supervisor
 __all__ = ["Access"]
 
 _BELIEVED_S = 1.0
+"""How long an answer of the store is used without a new query."""
 _BELIEVED_AWAY_S = 900.0
-"""So long what the store said last is believed while it does not answer."""
+"""How long the last answer is used while the store does not answer."""
 _PATIENCE_S = 0.25
-"""So long somebody waits for the store who could do with what it said last."""
+"""How long a caller waits for a new answer if there is a last one to use instead."""
 _MAX_QUERIES = 10_000
 
 _Answer = TypeVar("_Answer")
 
 
 class Access:
-    """Knows all keys. `configured` are the hashes of those that are not in the store."""
+    """Looks up keys. `configured` are the hashes of those that stand in the configuration."""
 
     def __init__(self, configured: Sequence[bytes], store: Store, supervisor: Supervisor) -> None:
         self._configured = configured
         self._store = store
         self._supervisor = supervisor
         self._queries: dict[bytes, _CachedQuery[Key | None]] = {}
-        """The questions for keys that there are, by hash."""
+        """Queries for keys that exist, by hash."""
         self._has_keys = bool(configured)
         self._has_keys_query = _CachedQuery(lambda: store.has_keys(), store, supervisor)
         self._availability_query = _CachedQuery(lambda: store.has_keys(), store, supervisor)
 
     async def is_open(self) -> bool:
-        """Whether no key is asked for, because there never was one.
+        """Whether requests need no key, because none was ever created.
 
         Raises:
-            StoreUnavailable: who knows?
+            StoreUnavailable: the store does not answer, and has not answered for long.
         """
         if not self._has_keys:
             self._has_keys = await self._has_keys_query.answer()
         return not self._has_keys
 
     async def is_answered(self) -> bool:
-        """Whether the store answers, and soon."""
+        """Whether the store answers within `_PATIENCE_S`."""
         return await self._availability_query.is_answered()
 
     async def find(self, presented: bytes) -> Key:
@@ -63,10 +64,12 @@ class Access:
 
         Raises:
             NotAuthenticated: there is none, or it is revoked or expired.
-            StoreUnavailable: who knows?
+            StoreUnavailable: the store does not answer, and has not answered for long.
         """
         digest = hash_key(presented)
-        matches = [hmac.compare_digest(digest, known) for known in self._configured]  # All of them: no early end.
+        matches = [
+            hmac.compare_digest(digest, known) for known in self._configured
+        ]  # Compares with all: time must not tell which one matched.
         if any(matches):
             return Key(f"sha256:{digest.hex()[:12]}")
         query = self._queries.get(digest)
@@ -88,7 +91,7 @@ class Access:
 
 
 class _CachedQuery(Generic[_Answer]):
-    """A question to the store, and what it said last. Asked once at a time, whoever wants to know."""
+    """A query to the store and its last answer. Callers at the same time share one query."""
 
     def __init__(self, call: Callable[[], _Answer], store: Store, supervisor: Supervisor) -> None:
         self._call = call
@@ -98,15 +101,15 @@ class _CachedQuery(Generic[_Answer]):
         self._asked_at = -_BELIEVED_AWAY_S
         self._answer: _Answer
         self._answered_at = -math.inf
-        """When what is known was asked for."""
+        """When the query that gave `_answer` was sent."""
         self._error: Exception | None = None
-        """Why there was no answer the last time."""
+        """Why the last query failed."""
 
     async def answer(self) -> _Answer:
-        """Return what the store says now, or said not long ago.
+        """Return the store's answer, or a recent one.
 
         Raises:
-            StoreUnavailable: it does not answer, and did not for long.
+            StoreUnavailable: the store does not answer, and has not answered for long.
         """
         now = time.monotonic()
         if now - self._answered_at <= _BELIEVED_S:
@@ -123,13 +126,13 @@ class _CachedQuery(Generic[_Answer]):
         return self._answer
 
     async def is_answered(self) -> bool:
-        """Whether the store answers now, and soon."""
+        """Whether the store answers now, within `_PATIENCE_S`."""
         task = self._ask()
         await asyncio.wait((task,), timeout=_PATIENCE_S)
         return task.done() and self._error is None
 
     def _ask(self) -> asyncio.Task[None]:
-        """Ask, or join those who have asked and wait."""
+        """Send the query, or return the one that is under way."""
         if self._task is None:
             self._asked_at = time.monotonic()
             self._task = self._supervisor.once("a question to the database", self._wait())

@@ -1,6 +1,6 @@
-"""Routes for those who run the server: its keys and everybody's usage. They want a key with the right `admin`.
+"""Routes for administrators: the server's keys, and the usage of all of them. They need a key with the right `admin`.
 
-It receives bodies and returns what the store has. It generates nothing.
+They receive bodies and return what the store has. They start no generation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["DAY", "KeyBody", "admin_routes", "check_admin"]
 
 _Limit = Annotated[int, Field(ge=1, le=2**53)] | None
 DAY = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
-"""A pattern."""
+"""A regular expression for a day, as YYYY-MM-DD."""
 
 
 class KeyBody(Body):
@@ -43,10 +43,10 @@ class KeyBody(Body):
 
 
 def check_admin(key: Key) -> None:
-    """Refuse all but those who run the server.
+    """Refuse keys without the right `admin`.
 
     Raises:
-        NotPermitted: the key is not theirs.
+        NotPermitted: the key lacks it.
     """
     if not key.admin:
         raise NotPermitted("this path wants a key with the right `admin`: `legato keys create NAME --admin`")

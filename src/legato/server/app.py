@@ -48,7 +48,7 @@ _QUERIES: Mapping[tuple[str, str], Answerer] = {
     ("GET", "/api/tags"): ollama.tags,
     ("GET", "/api/version"): ollama.version,
 }
-"""What is answered without an engine, by method and path."""
+"""Requests that are answered without an engine, by method and path."""
 
 
 def create_app(
@@ -128,7 +128,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class _Route(Route):
-    """A path. A method that it does not take is answered as its dialect has errors."""
+    """A path. Other methods get an error in the form of the path's surface."""
 
     methods: set[str]
 
@@ -147,7 +147,7 @@ class _Route(Route):
 
 
 def _cross_origin(origins: Sequence[str]) -> Sequence[Middleware]:
-    """Return what lets pages of these origins read answers, errors too."""
+    """Return the middleware that lets pages of these origins read answers and errors."""
     if not origins:
         return ()
     exposed = (*REPORT_HEADERS, "Retry-After", "X-Request-Id")

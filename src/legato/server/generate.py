@@ -62,8 +62,8 @@ class Generation:
             fields = parse_body(body)
             return fields, self._dialect.parse(fields)
 
-        fields, asked = await run_aside(receive, planners(len(body)), read)
-        request = replace(asked, caller=key.name, control_tokens=key.control_tokens)
+        fields, parsed = await run_aside(receive, planners(len(body)), read)
+        request = replace(parsed, caller=key.name, control_tokens=key.control_tokens)
         model = self._models.only(key.models).resolve(request.model)
         threads = planners(len(body), request.constraint)
         run = await run_aside(receive, threads, lambda: plan(request, model))
@@ -88,14 +88,14 @@ class Generation:
                 stream = send_stream(send, frames, encoder.failure, headers, KEEP_ALIVE[kind])
                 await while_connected(receive, stream)
         else:
-            drawn = await while_connected(receive, collect(self._telemetry.events(run)))
-            answers = choose_best(drawn, run.num_drawn, request.num_choices)
-            usage = total_usage([answer.usage for answer in drawn], run.num_drawn)
+            choices = await while_connected(receive, collect(self._telemetry.events(run)))
+            answers = choose_best(choices, run.num_drawn, request.num_choices)
+            usage = total_usage([answer.usage for answer in choices], run.num_drawn)
             await send_body(send, encoder.whole(answers, usage, facts(run, usage)), status=200, headers=headers)
 
 
 async def _frames(run: Run, encoder: Encoder, events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Encode a stream, a frame for each event; it may be empty. The opening is spent with the first."""
+    """Encode a stream: one frame for each event, which may be empty. The opening goes out with the first."""
     usages: dict[int, Usage] = {}
     opening = encoder.start()
     async for event in events:

@@ -1,4 +1,4 @@
-"""Who took how much: what a request may take is charged before it runs, what it took is counted while it runs.
+"""Charges each request before it runs with the most that it can take, and counts what it takes while it runs.
 
 It receives keys and `Run`s, and writes counts to the store twice a second, off the path of requests. It knows no wire
 format.
@@ -26,7 +26,7 @@ __all__ = ["Ledger"]
 
 _EVERY_S = 0.5
 _LAST_PAUSES_S = (0.2, 0.5, 1.0, 0.0)
-"""Behind each attempt to write the rest when the server ends."""
+"""Pauses after the attempts to write the rest when the server ends."""
 
 
 @dataclass(eq=False)
@@ -38,12 +38,12 @@ class _Account:
     charge: Charge | None
     is_journaled: bool
     counted: UsageRow = field(default_factory=lambda: UsageRow("", "", ""))
-    """What is in the books already."""
+    """What is in `Ledger._rows`, or written, already."""
     is_over: bool = False
 
 
 class Ledger:
-    """Keeps the books of one server."""
+    """Charges and counts for one server."""
 
     def __init__(self, store: Store, supervisor: Supervisor, clock: Clock = Clock()) -> None:  # noqa: B008 - frozen
         self._store = store
@@ -56,17 +56,17 @@ class Ledger:
         self._writer = secrets.token_hex(8)
         self._num_batches = 0
         self._unwritten: tuple[Batch, Sequence[Charge]] | None = None
-        """What was written last, as long as nobody knows whether it was."""
+        """The last batch, while it is unknown whether the store has written it."""
         self._outage = Outage("usage is kept in memory")
 
     @asynccontextmanager
     async def account(self, key: Key, run: Run, *, is_journaled: bool = False) -> AsyncIterator[None]:
-        """Charge a run to its key, and count what it takes while the context is open. What is journaled is counted
-        with its entries.
+        """Charge a run to its key, and count what it takes while the context is open. Tokens of a journaled run are
+        counted by the journal, with its entries.
 
         Raises:
             RateLimited, BudgetSpent, InvalidField: it may take more than the key has left; see `Store.charge`.
-            StoreUnavailable: nobody knows what the key has left.
+            StoreUnavailable: what the key has left cannot be read.
         """
         charge = await self._charge(key, run) if key.is_limited else None
         account = _Account(key.name, run, charge, is_journaled)
@@ -78,7 +78,7 @@ class Ledger:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Write what is counted, from time to time and at the end."""
+        """Write the counts every `_EVERY_S` while the context is open, and at its end."""
         writing = self._supervisor.start("usage", self._write_on)
         try:
             yield
@@ -97,7 +97,7 @@ class Ledger:
         try:
             await self._store.writes.run(lambda: charges.append(self._store.charge(key, most)))
         except asyncio.CancelledError:
-            self._refunds += charges  # Nobody runs what was charged.
+            self._refunds += charges  # The request was charged and will not run.
             raise
         return charges[0]
 
@@ -107,8 +107,8 @@ class Ledger:
             await self._write()
 
     async def _write(self) -> bool:
-        """Write what was counted, and return whether that was possible. What nobody knows to be written is written
-        again as it was.
+        """Write the counts, and return whether that succeeded. A batch whose outcome is unknown is sent again,
+        unchanged: the store does not add it twice.
         """
         for account in [*self._accounts]:
             self._count(account)
@@ -128,7 +128,7 @@ class Ledger:
         return True
 
     def _count(self, account: _Account) -> None:
-        """Take what is new of an account into the books, and close it if it is over."""
+        """Add what is new of an account to the rows to be written, and close it if its run is over."""
         run, old = account.run, account.counted
         if not run.usages and not account.is_over:
             return

@@ -1,8 +1,7 @@
-"""What happens around every request: who may ask, how a body is read, how a failure becomes an answer.
+"""What happens around every request: host and key are checked, the body is read, a failure becomes an answer.
 
-It receives ASGI requests and hands bodies on. Nothing below it knows HTTP. A failure before the body was read is
-answered at once; then the rest of the body is discarded within bounds and the connection closed, so that its bytes
-are never taken for another request.
+It receives ASGI requests and hands bodies on. A failure before the body was read is answered at once; then the rest of
+the body is discarded within bounds and the connection closed, so that its bytes are never read as another request.
 """
 
 from __future__ import annotations
@@ -60,15 +59,15 @@ class Gate:
         self._hosts = names
 
     def check_host(self, scope: Scope) -> None:
-        """Refuse a Host header that is not ours: a page elsewhere may have pointed its own name at this machine.
+        """Refuse unknown Host headers: another site may have pointed its own name at this machine (DNS rebinding).
 
         Raises:
-            HostNotAllowed: it is not.
+            HostNotAllowed: the server does not answer for this host.
         """
-        given = header(scope, b"host")
-        if not self._hosts or given is None:  # Only HTTP/1.0 comes without, and no page's browser speaks it.
+        host = header(scope, b"host")
+        if not self._hosts or host is None:  # Only HTTP/1.0 clients send none, and no browser is one.
             return
-        value = given.lower()
+        value = host.lower()
         name = value[: value.index(b"]") + 1] if value.startswith(b"[") and b"]" in value else value.split(b":")[0]
         if name not in self._hosts:
             shown = name.decode("latin-1")
@@ -79,7 +78,7 @@ class Gate:
 
         Raises:
             NotAuthenticated: it is missing or wrong, and this server has keys.
-            StoreUnavailable: nobody knows.
+            StoreUnavailable: the key cannot be looked up.
         """
         if await self._access.is_open():
             return ANYONE
@@ -134,10 +133,10 @@ class Gate:
 
 
 class TelemetryMiddleware:
-    """An ASGI application with an eye on every request: each has an id, a line in the log and a count.
+    """Gives each request an id, a line in the log and a count.
 
-    What the application puts into `scope["notes"]` is logged too: `route`, if there is one, and what it took. A request
-    that the connection refused is answered here.
+    The application adds notes to `scope["notes"]`: the `route`, if there is one, and the tokens. A request that the
+    connection refused is answered here.
     """
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
@@ -149,7 +148,7 @@ class TelemetryMiddleware:
         with self._telemetry.request(scope["method"], header(scope, b"traceparent")) as notes:
             notes |= {"request": secrets.token_hex(8), "path": scope["raw_path"].decode("latin-1")}
 
-            async def noted(message: Message) -> None:
+            async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     notes["status"] = message["status"]
                     id = (b"x-request-id", str(notes["request"]).encode())
@@ -159,23 +158,25 @@ class TelemetryMiddleware:
             try:
                 if (refused := scope["extensions"].get(REFUSAL)) is not None:
                     raise refused
-                await self._app({**scope, "notes": notes}, receive, noted)
+                await self._app({**scope, "notes": notes}, receive, send_with_id)
             except Refusal as refusal:
                 notes["reason"] = refusal.reason
-                if "status" in notes:  # It has its answer, and what came behind that is no HTTP.
+                if "status" in notes:  # Its answer has begun; only later bytes are not HTTP.
                     return
                 headers = {"connection": "close"}
                 if refusal.retry_after_s is not None:
                     headers["retry-after"] = str(refusal.retry_after_s)
                 kind = "text/plain; charset=utf-8"
                 with suppress(OSError):
-                    await send_body(noted, refusal.text.encode(), status=refusal.status, headers=headers, kind=kind)
+                    await send_body(
+                        send_with_id, refusal.text.encode(), status=refusal.status, headers=headers, kind=kind
+                    )
 
 
 class GatedEndpoint:
     """An ASGI endpoint with the gate before it and error handling around it.
 
-    `scope["key"]` tells it who asks; what it puts into `scope["notes"]` is logged.
+    The endpoint finds the caller's key in `scope["key"]`; what it puts into `scope["notes"]` is logged.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class GatedEndpoint:
             await self._endpoint({**scope, "key": key}, exchange.receive, exchange.send)
         except ClientGone:
             notes["status"] = 499
-        except asyncio.CancelledError:  # The server is closing, and the time of grace is over.
+        except asyncio.CancelledError:  # The server is closing, and `limits.grace_s` is over.
             notes["reason"] = "cut off by the stop of the server"
             await exchange.fail(EngineUnavailable("the server is shutting down"), self._reply)
         except LegatoError as error:
@@ -223,7 +224,7 @@ class GatedEndpoint:
 
 
 class _Exchange:
-    """One request and its answer, as far as they have come."""
+    """One request and its answer: how much of each has come."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -246,7 +247,7 @@ class _Exchange:
         await self._send(message)
 
     async def fail(self, error: LegatoError, reply: Reply, extra: Mapping[str, str] | None = None) -> None:
-        """Answer with an error; if the answer has begun there is nothing left to say here."""
+        """Answer with an error; once an answer has begun, do nothing."""
         if self._has_begun:
             return
         status, body = reply(error)
@@ -271,9 +272,7 @@ class _Exchange:
 
 
 class PathError:
-    """An ASGI application that answers with an error, whatever the body: an unknown path, a method that a path does
-    not take.
-    """
+    """An ASGI application that answers with one error, without reading the body: for an unknown path or method."""
 
     def __init__(self, error: LegatoError, reply: Reply, headers: Mapping[str, str]) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""Says in the log that something cannot be done, once, and that it can be done again."""
+"""Logs the begin and the end of an outage of the database, each once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger("legato.server")
 
 
 class Outage:
-    """What may fail again and again while the database is away. `what` says what follows from it."""
+    """Work that fails repeatedly while the database is away. `what` names the consequence, for the log."""
 
     def __init__(self, what: str) -> None:
         self._what = what

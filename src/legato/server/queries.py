@@ -1,6 +1,6 @@
-"""Questions that are answered without an engine: a text's tokens, a chat's prompt, which models there are.
+"""Requests that are answered without an engine: a text's tokens, a chat's prompt, which models there are.
 
-It receives a body and returns what a dialect makes of it. It runs no Jobs.
+An endpoint receives a body and sends the dialect's reply. It runs no Jobs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 
 def report_headers(report: Report) -> dict[str, str]:
-    """Return the headers that say what was done."""
+    """Return the headers that report how the request was run."""
     headers = {
         "legato-seed": str(report.seed),
         "legato-healed": ", ".join(map(str, report.healed_bytes)),
@@ -75,7 +75,7 @@ def report_headers(report: Report) -> dict[str, str]:
 
 
 def facts(run: Run, usage: Usage) -> Facts:
-    """Return the `legato` block of a body, which says the same, if it was asked for."""
+    """Return the `legato` block of a body, with the same report; empty if the request did not ask for it."""
     if not run.request.output.report:
         return {}
     report = run.report
@@ -94,7 +94,7 @@ def facts(run: Run, usage: Usage) -> Facts:
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What dialects may know of the served models; implements `dialects.base.Catalogue`."""
+    """The served models, as dialects see them; implements `dialects.base.Catalogue`."""
 
     models: Models
     started: float

@@ -1,7 +1,7 @@
 """Running the server: the socket, the models and the application together, until it is told to stop.
 
-It receives settings and an open store. What is served is `app`'s, which is imported while the models are loaded: both
-take about as long.
+It receives settings and an open store. The application (`app`) is imported while the models are loaded: both take about
+as long.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["listen", "load", "max_connections", "run_app", "serve"]
 
 _SEND_BUFFER_BYTES = 64 * 1024
-"""What the system may hold for a client that does not read; by default it would grow to megabytes."""
+"""Bytes that the system buffers for a client that does not read; its default grows to megabytes."""
 _NUM_OTHER_FILES = 64
-"""Descriptors for all that is no client's connection: databases, engines, connections to other servers."""
+"""Descriptors for everything but clients' connections: databases, engines, connections to other servers."""
 _MAX_CONNECTIONS = 4096
 """Connections by default, however many descriptors there are: each takes memory."""
 
@@ -54,7 +54,7 @@ async def serve(settings: Settings, store: Store, *, ready: Callable[[str], None
     Raises:
         ConfigError: the address is taken, a model cannot be loaded, or there cannot be so many connections.
     """
-    max_connections(settings.limits)  # What is wrong is said at once.
+    max_connections(settings.limits)  # Fails before the models are loaded.
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in ENDING:
@@ -89,7 +89,7 @@ def listen(server: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # Of every connection, too.
         listener.bind((server.host.strip("[]"), server.port))
         listener.listen(2048)
-    except (OSError, TypeError, ValueError) as error:  # The latter for what can be no name of a host.
+    except (OSError, TypeError, ValueError) as error:  # The last two for an impossible host name.
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
     return listener

@@ -74,7 +74,7 @@ async def send_stream(
     """Send frames as they come, and `keep_alive` after each `KEEP_ALIVE_S` of silence.
 
     The response begins with the first frame, also an empty one, with the first `keep_alive`, or with the end. An error
-    before that is raised, so that it can have its own status; later it is told by the frames of `failure`.
+    before that is raised, so that it can have its own status; a later one is sent as the frames of `failure`.
     """
     clock = asyncio.get_running_loop().time
     has_begun = False
@@ -122,7 +122,7 @@ async def send_body(
     kind: str = "application/json",
     drain: Coroutine[Any, Any, None] | None = None,
 ) -> None:
-    """Send a whole body. `drain`, if given, runs after the client has it all and before the response ends."""
+    """Send a whole body. `drain` runs after the client has all of it and before the response ends."""
     await _start(send, status, {**headers, "content-type": kind, "content-length": str(len(body))})
     if drain is not None:
         await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,7 +1,6 @@
-"""Whose API is at which path: the dialect that reads a body, and how errors are written.
+"""Which vendor's API is at which path: the dialect that reads a body, and how errors are written.
 
-It receives a path and returns the `Surface` that it belongs to, whether or not there is something at it. It knows no
-requests.
+It receives a path and returns the `Surface` that it belongs to, also for a path without a route. It knows no requests.
 """
 
 from __future__ import annotations
@@ -74,5 +73,5 @@ DIALECTS: Mapping[str, Dialect] = {
 
 
 def surface_of(path: str) -> Surface:
-    """Return the surface of a path; OpenAI's, if it is no other's."""
+    """Return the surface of a path; OpenAI's if no other has it."""
     return next((surface for surface in _SURFACES if surface.has(path)), _OPENAI)

@@ -1,6 +1,6 @@
-"""What can be seen of a server from outside: a line of the log for each request, metrics, and traces if wanted.
+"""Telemetry: a log line for each request, metrics, and traces if a collector is configured.
 
-It is told of requests and runs, and keeps counts and times. It never sees a text, and decides nothing.
+It observes requests and runs, and keeps counts and times. It never sees a text, and decides nothing.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 
 _UNKNOWN = "unknown"
-"""What requests to paths that are none are counted under, and methods that no path takes."""
+"""The label for unknown paths and unknown methods."""
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 _Span = Callable[[str, bytes | None, Notes], AbstractContextManager[None]]
-"""Opens a span of a name, below the one that a `traceparent` names; closing it takes the notes over."""
+"""Opens a span of this name, below the one in `traceparent`; closing it copies the notes to its attributes."""
 
 
 class Telemetry:
-    """Watches one server.
+    """Telemetry of one server.
 
     Raises:
-        ConfigError: traces are wanted, and what sends them is not installed.
+        ConfigError: `traces_url` is set, and the library that sends traces is not installed.
     """
 
     def __init__(self, models: Models, store: Store, supervisor: Supervisor, *, traces_url: str) -> None:
@@ -72,7 +72,7 @@ class Telemetry:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Send what is left of the traces at the end."""
+        """Send the remaining traces when the context closes."""
         try:
             yield
         finally:
@@ -84,9 +84,9 @@ class Telemetry:
 
     @contextmanager
     def request(self, method: str, parent: bytes | None) -> Iterator[Notes]:
-        """Watch a request. What is noted while the context is open is logged, traced and counted.
+        """Observe a request. The notes are logged, traced and counted when the context closes.
 
-        `request` and `path` must be noted; `status` and `route` once they are known; `reason` if there is more to say.
+        The caller sets `request` and `path`; `status` and `route` once they are known; `reason` if there is one.
         """
         notes: Notes = {"method": method}
         started = time.perf_counter()
@@ -96,7 +96,9 @@ class Telemetry:
         finally:
             status = notes.setdefault("status", 500)
             notes["ms"] = round(1000 * (time.perf_counter() - started), 1)
-            counted = method if method in _METHODS else _UNKNOWN  # Each is a series, not whatever somebody thinks of.
+            counted = (
+                method if method in _METHODS else _UNKNOWN
+            )  # Each label value is a series: clients must not invent any.
             self._requests.labels(counted, notes.pop("route", _UNKNOWN), status).inc()
             words = "%(request)s %(method)s %(path)s %(status)d %(ms).1f ms" + (
                 ": %(reason)s" if "reason" in notes else ""
@@ -105,7 +107,7 @@ class Telemetry:
 
     @contextmanager
     def run(self, run: Run, notes: Notes) -> Iterator[None]:
-        """Watch a run; what it took is noted, also if it was left."""
+        """Observe a run; its tokens are noted even if the client leaves."""
         name = run.model.name
         notes["model"] = name
         if any(run.report.healed_bytes):
@@ -123,7 +125,7 @@ class Telemetry:
                 metric.labels(name).inc(num)
 
     async def events(self, run: Run) -> AsyncGenerator[Event, None]:
-        """Pass on the events of a run, and take the times of its choices."""
+        """Pass on the events of a run, and record the times of its choices."""
         name = run.model.name
         async with aclosing(run.events()) as events:
             async for event in events:
@@ -135,7 +137,7 @@ class Telemetry:
 
 
 class _State(Collector):
-    """What is not counted, but looked up when somebody asks."""
+    """Gauges that are read at each scrape, not counted."""
 
     def __init__(self, models: Models, store: Store, supervisor: Supervisor) -> None:
         self._models = models
@@ -143,7 +145,7 @@ class _State(Collector):
         self._supervisor = supervisor
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the state of each model, of what runs beside requests, and of the disk."""
+        """Yield the state of each model, of the supervised tasks, and of the disk."""
         running = GaugeMetricFamily("legato_running", "Choices that are worked on.", labels=["model"])
         waiting = GaugeMetricFamily("legato_waiting", "Choices that wait for a place.", labels=["model"])
         restarts = CounterMetricFamily("legato_engine_restarts", "Starts after a crash.", labels=["model"])
@@ -181,7 +183,7 @@ def _no_span(name: str, parent: bytes | None, notes: Notes) -> AbstractContextMa
 
 
 def _spans(url: str) -> tuple[_Span, Callable[[], None]]:
-    """Return what opens spans that are sent to a collector, and what sends the last."""
+    """Return a function that opens spans for the collector at `url`, and one that sends the remaining ones."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -1,4 +1,4 @@
 """What outlives the process: keys, usage and journals, in one database.
 
-Here is all SQL, and nothing else is: methods receive and return values. Nothing here knows requests or HTTP.
+All SQL is here, behind methods that receive and return values. Nothing here knows requests, HTTP, models or engines.
 """
