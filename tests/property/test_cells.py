@@ -96,6 +96,7 @@ class Cells(RuleBasedStateMachine):
         self.jobs: dict[str, Job] = {}
         self.written: dict[str, list[Token]] = {}
         self.texts: list[str] = []
+        self.prompts: list[str] = []
         self.num = 0
         self.num_idle = 0
         """Steps in a row in which nothing was done."""
@@ -132,12 +133,16 @@ class Cells(RuleBasedStateMachine):
     def submit(
         self, data: st.DataObject, more: str, max_tokens: int, temperature: float, seed: int, salt: str, kind: str
     ) -> None:
-        text = data.draw(st.sampled_from(self.texts), label="text")
-        cut = data.draw(st.integers(max(1, len(text) - 12), len(text)) | st.integers(1, len(text)), label="cut")
-        text = text[:cut] + more
+        if self.prompts and data.draw(st.booleans(), label="is a prompt once more"):
+            text = data.draw(st.sampled_from(self.prompts), label="prompt")
+        else:
+            text = data.draw(st.sampled_from(self.texts), label="text")
+            cut = data.draw(st.integers(max(1, len(text) - 12), len(text)) | st.integers(1, len(text)), label="cut")
+            text = text[:cut] + more
         prompt = prompt_of(text)
         if len(prompt.ids) > CONTEXT - 60:
             return
+        self.prompts.append(text)
         self.num += 1
         job = Job(
             str(self.num),
