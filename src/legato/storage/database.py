@@ -1,4 +1,4 @@
-"""Connections to SQLite and PostgreSQL: who may read the file, how long anything may wait, and the newest version."""
+"""Connections to SQLite and PostgreSQL: file modes, time limits, and migration to the newest version."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from legato.system.permissions import make_folder, protect_file
 __all__ = ["BUSY_S", "connect", "migrate", "protect", "reason_of", "store_url"]
 
 _LOCK = 0x1E6A70
-"""PostgreSQL's number for "somebody is migrating"."""
+"""The number of PostgreSQL's advisory lock that is held while migrating."""
 _START_S = 10.0
-"""So long a start waits for others to let it write."""
+"""How long a start waits for other writers."""
 BUSY_S = 2.0
-"""So long a transaction waits for its turn: in line for a thread, then for others that write."""
+"""How long a transaction waits for a thread, and then for other writers."""
 _CONNECT_S = 2
+"""How long PostgreSQL may take to accept a connection."""
 _ANSWER_S = 3.0
-"""So long PostgreSQL may take to accept a connection, and to answer a statement."""
+"""How long PostgreSQL may take to answer a statement."""
 
 
 def store_url(settings: Settings) -> str:
@@ -34,7 +35,7 @@ def store_url(settings: Settings) -> str:
 
 
 def connect(url: sa.URL, *, is_starting: bool) -> sa.Engine:
-    """Return what opens connections. One that is starting may take its time."""
+    """Return an engine. While starting, connections have the longer time limits."""
     if url.get_backend_name() == "postgresql":
         return _connect_postgresql(url, is_starting=is_starting)
     if url.get_backend_name() != "sqlite":
@@ -49,7 +50,7 @@ def connect(url: sa.URL, *, is_starting: bool) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
-        # Two that read first and write later would both be refused: who will write waits at once.
+        # Two transactions that read first and write later would both fail, so a writer takes the lock at its begin.
         connection.exec_driver_sql("BEGIN" if connection.get_execution_options().get("reads") else "BEGIN IMMEDIATE")
 
     return engine
@@ -78,7 +79,7 @@ def _connect_postgresql(url: sa.URL, *, is_starting: bool) -> sa.Engine:
 
 @cache
 def _timely_connection() -> Any:
-    """Return psycopg's connection, with an end to waiting for a server that has fallen silent."""
+    """Return a subclass of psycopg's connection that stops waiting for a server that no longer answers."""
     import psycopg
 
     class Timely(psycopg.Connection[Any]):
@@ -103,7 +104,7 @@ def _timely_connection() -> Any:
 
 
 def protect(database: str) -> None:
-    """Let nobody else read an SQLite database: it has texts. What SQLite puts beside it gets the file's own mode."""
+    """Make an SQLite database readable by its owner only: it holds texts. SQLite's side files get the same mode."""
     if database in ("", ":memory:") or database.startswith("file:"):
         return
     make_folder(Path(database).parent)

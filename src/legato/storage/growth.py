@@ -1,4 +1,4 @@
-"""What a journal grows by: the rows that one call adds to one generation, and the statements that add them.
+"""Growth of a journal: the rows that one call adds to one generation, and the statements that add them.
 
 It works within a transaction that the journal has opened.
 """
@@ -18,7 +18,7 @@ from legato.storage.usage import COUNTS, UsageRow
 __all__ = ["FOR_END", "Growth", "new_usage", "read_entries", "remove", "write_growths"]
 
 FOR_END = 1024
-"""Bytes that what runs has taken for the words of a failure, so that there is room for them when there is none."""
+"""Bytes that a running generation reserves for the frames of a failure, so that they fit into a full journal."""
 _PROGRESS = (
     sa.update(tables.generations)
     .where(tables.generations.c.id == sa.bindparam("of"))
@@ -27,7 +27,7 @@ _PROGRESS = (
 
 
 class Growth:
-    """What is new of one generation, beside what its journal has already."""
+    """The news of one generation, less what its journal has already."""
 
     def __init__(self, row: sa.Row[Any], news: News) -> None:
         self.id: str = row.id
@@ -35,7 +35,7 @@ class Growth:
         self._row = row
         self._news = news
         self._is_repeat = row.state != "running"
-        """Whether all of this was written before."""
+        """Whether these news were written before."""
         self._new_entries = [] if self._is_repeat else news.entries[max(0, row.num_entries + 1 - news.first) :]
         self.rows = [
             {"generation": row.id, "num": num, "frame": entry.frame, "tokens": tokens_json(entry.tokens)}
@@ -54,11 +54,11 @@ class Growth:
 
     @property
     def is_refused(self) -> bool:
-        """Whether no journal stays."""
+        """Whether the journal is removed."""
         return self.end is not None and self.end.state == "refused"
 
     def follows(self, connection: sa.Connection) -> bool:
-        """Whether the entries go on from those that are there, which have to be the same."""
+        """Whether the entries continue those of the journal; overlapping ones must be equal."""
         if self._is_repeat:
             return True
         first, entries = self._news.first, self._news.entries
@@ -66,7 +66,7 @@ class Growth:
         return first <= self._row.num_entries + 1 and there == [*entries[: len(there)]]
 
     def progress(self) -> dict[str, Any]:
-        """Return the row as it becomes, for `_PROGRESS`."""
+        """Return the parameters of `_PROGRESS`."""
         row, taken = self._row, self._news.taken or self._row
         return {
             "of": self.id,
@@ -77,7 +77,7 @@ class Growth:
         }
 
     def write_end(self, connection: sa.Connection) -> None:
-        """Write what is long, or remove what was refused."""
+        """Write the answer, or remove the journal of a refused generation."""
         if self.is_refused:
             remove(connection, self.id)
         elif self._texts:
@@ -85,7 +85,7 @@ class Growth:
 
 
 def write_growths(connection: sa.Connection, growths: Sequence[Growth]) -> None:
-    """Write what is new, but not what was taken."""
+    """Write the news, without their usage."""
     rows = [row for growth in growths for row in growth.rows if not growth.is_refused]
     if rows:
         connection.execute(sa.insert(tables.entries), rows)
@@ -96,7 +96,7 @@ def write_growths(connection: sa.Connection, growths: Sequence[Growth]) -> None:
 
 
 def new_usage(row: sa.Row[Any], taken: UsageRow | None) -> list[UsageRow]:
-    """Return what a generation has taken and was not counted yet."""
+    """Return the usage of a generation that was not counted yet."""
     if taken is None:
         return []
     counts = {name: max(0, getattr(taken, name) - getattr(row, name)) for name in COUNTS}

@@ -1,11 +1,11 @@
-"""Journals of resumable generations: what was asked, and every frame of the answer with the tokens behind it.
+"""Journals of resumable generations: the request, and every frame of the answer with its tokens.
 
-It receives and returns values, and keeps them in the store. A generation that runs belongs to one process, its owner,
-which makes itself heard by its beat; whoever has not heard it for a while may adopt the generation, if nobody has been
-quicker. No time is compared with that of another machine. Every method blocks. It runs nothing.
+It receives and returns values, and keeps them in the store. A running generation belongs to one process, its owner,
+which increments the lease's beat. A process that sees no new beat for a while may adopt the generation; the first one
+gets it. No clock is compared with that of another machine. Every method blocks. It runs nothing.
 
-An acknowledgement may be lost behind a commit: so each method may be called again with what it was called with, and
-twice is as once. What was taken of a model is counted with the entries that show it, in one transaction.
+An acknowledgement may be lost after a commit, so every method may be called again with the same arguments: a
+repeated call does no harm. Usage is counted in the transaction that writes the entries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from legato.system.clock import Clock
 __all__ = ["Journal"]
 
 _NUM_CANDIDATES = 50
-"""How many journals that are over are looked at together when room is made."""
+"""How many ended journals are read at once when room is made."""
 _MAX_SWEPT = 32
 
 
@@ -44,7 +44,7 @@ class Journal:
         self._settings = settings
         self._clock = clock
         self.owner = secrets.token_hex(8)
-        """This process, in leases."""
+        """The name of this process in leases."""
 
     # By the owner
 
@@ -89,12 +89,12 @@ class Journal:
                 )
 
     def append(self, news: Mapping[str, News]) -> Verdict:
-        """Write what is new of several generations at once, and count what they took with it.
+        """Write the news of several generations at once, with their usage.
 
-        What ends is written whatever the room: it can then be removed, as all that is over.
+        Ends are written even into a full journal: ended journals can be removed for room.
 
         Raises:
-            StoreUnavailable: nobody knows whether it was written.
+            StoreUnavailable: the news may or may not have been written.
         """
         verdict = Verdict()
         with self._store.writing() as connection:
@@ -113,8 +113,8 @@ class Journal:
         return verdict
 
     def renew(self, ids: Collection[str]) -> dict[str, int]:
-        """Let it be heard that these of ours are alive. Return those that are still ours, and how often clients of
-        other processes have visited each.
+        """Renew the leases of these generations. Return those that this process still owns, each with the number of
+        visits by clients of other processes.
         """
         mine = (tables.generations.c.id.in_(ids), *self._mine())
         chosen = sa.select(tables.generations.c.id, tables.generations.c.num_visits).where(*mine)
@@ -124,21 +124,21 @@ class Journal:
             return {row.id: row.num_visits for row in rows}
 
     def release(self) -> None:
-        """Leave everything that is ours to others."""
+        """Release all leases of this process."""
         with self._store.writing() as connection:
             connection.execute(sa.update(tables.generations).where(*self._mine()).values(beat=0))
 
-    # By who may become it
+    # By other processes
 
     def leases(self) -> list[Lease]:
-        """Return whose each generation is that runs."""
+        """Return the leases of all running generations."""
         chosen = sa.select(*(tables.generations.c[name] for name in ("id", "key", "owner", "beat")))
         with self._store.reading() as connection:
             rows = connection.execute(chosen.where(tables.generations.c.state == "running"))
             return [Lease(row.id, row.key, row.owner, row.beat) for row in rows]
 
     def adopt(self, lease: Lease) -> list[Entry] | None:
-        """Make a generation ours that stands as `lease` says, and return its entries; None: it does not any more."""
+        """Adopt a generation whose lease is still `lease`, and return its entries; None if the lease has changed."""
         g = tables.generations.c
         same = (g.id == lease.id, g.state == "running", g.owner == lease.owner, g.beat == lease.beat)
         with self._store.writing() as connection:
@@ -147,10 +147,10 @@ class Journal:
             )
             return read_entries(connection, lease.id, 0) if done.rowcount else None
 
-    # By everybody
+    # By all processes
 
     def find(self, id: str, key: str) -> Record | None:
-        """Return a key's generation; None if there is no such, or it is another's."""
+        """Return a generation of a key; None if there is none of this id, or it is another key's."""
         both = sa.select(tables.generations, tables.texts).join(
             tables.texts, tables.texts.c.generation == tables.generations.c.id
         )
@@ -159,25 +159,25 @@ class Journal:
             return None if row is None else read_record(row)
 
     def read(self, id: str, after: int) -> tuple[str | None, list[Entry]]:
-        """Return a generation's state, None if there is no such, and the entries behind the first `after`: of one that
-        is over, all of them.
+        """Return a generation's state, None if there is none, and its entries after number `after`. If it has ended, no
+        more entries follow.
         """
         with self._store.reading() as connection:
-            # In this order: what ends in between has an end, and entries, that are read the next time.
+            # State first: if the generation ends in between, the next call reads its last entries.
             state = connection.execute(
                 sa.select(tables.generations.c.state).where(tables.generations.c.id == id)
             ).scalar()
             return state, read_entries(connection, id, after)
 
     def visit(self, id: str) -> None:
-        """Say that a client is here, of a generation that runs elsewhere."""
+        """Note that a client follows a generation that another process runs."""
         visited = {"num_visits": tables.generations.c.num_visits + 1}
         with self._store.writing() as connection:
             connection.execute(sa.update(tables.generations).where(tables.generations.c.id == id).values(visited))
 
     def delete(self, id: str, key: str, taken: UsageRow | None = None) -> bool:
-        """Remove a key's generation, and count what it has `taken` if it runs here; another owner learns of it with its
-        next entry. Return whether it was there.
+        """Remove a generation of a key, and count its usage `taken` if it runs here; another owner notices at its next
+        write. Return whether it existed.
         """
         with self._store.writing() as connection:
             row = connection.execute(sa.select(tables.generations).where(*_of(id, key)).with_for_update()).first()
@@ -189,9 +189,9 @@ class Journal:
             return True
 
     def sweep(self) -> bool:
-        """Remove some of what is over and older than it may become, and return whether that was all.
+        """Remove some ended journals that are older than `store.retention_s`, and return whether those were all.
 
-        So many at a time that others who write wait for a moment at most.
+        Only a few at a time, so that other writers do not wait long.
         """
         old = self._clock.wall() - self._settings.retention_s
         over = (tables.generations.c.state != "running", tables.generations.c.created_at < old)
@@ -200,8 +200,8 @@ class Journal:
             ids = connection.execute(some).scalars().all()
             for id in ids:
                 remove(connection, id)
-            # Counted anew now and then, so that no mistake lasts. Who has changed a size and holds the row is waited
-            # for; who will change one has not been seen, and adds what it is.
+            # The total is recomputed, so that no error in it lasts. The first update locks the row: it waits for
+            # transactions that have changed a size, and later ones add their change to the new total.
             connection.execute(sa.update(tables.room).values(num_bytes=tables.room.c.num_bytes))
             taken = sa.select(sa.func.coalesce(sa.func.sum(tables.generations.c.num_bytes), 0)).scalar_subquery()
             connection.execute(sa.update(tables.room).values(num_bytes=taken))
@@ -213,19 +213,19 @@ class Journal:
         return (tables.generations.c.owner == self.owner, tables.generations.c.state == "running")
 
     def _ours(self, connection: sa.Connection, news: Mapping[str, News]) -> dict[str, sa.Row[Any]]:
-        """Return the rows of those that are ours, and lock them. One that has ended just so is among them: that is a
-        second time.
+        """Lock and return the rows that this process owns. A generation that has already ended as `news` says is among
+        them: this call repeats an earlier one.
         """
         mine = sa.select(tables.generations).where(
             tables.generations.c.id.in_([*news]), tables.generations.c.owner == self.owner
         )
-        # In one order: transactions that lock rows in another wait for each other for ever.
+        # Sorted: transactions that lock rows in different orders would deadlock.
         rows = connection.execute(mine.order_by(tables.generations.c.id).with_for_update())
         ends = {id: new.end.state if new.end else None for id, new in news.items()}
         return {row.id: row for row in rows if row.state in ("running", ends[row.id])}
 
     def _take_room(self, connection: sa.Connection, ending: Sequence[Growth], going: Sequence[Growth]) -> Iterator[str]:
-        """Take room for what is new, which what ends does not ask for. Return who has none, the largest first."""
+        """Take room for all news. Yield the running generations for which there is none, the largest first."""
         missing = self._grow(connection, sum(growth.num_bytes for growth in (*ending, *going)))
         for growth in sorted(going, key=lambda growth: -growth.num_bytes):
             if missing > 0 and growth.num_bytes:
@@ -233,7 +233,7 @@ class Journal:
                 yield growth.id
 
     def _grow(self, connection: sa.Connection, num_bytes: int) -> int:
-        """Take so much more room, and remove the oldest journals that are over until it is there. Return how much is
+        """Take this many bytes of room, and remove the oldest ended journals until they fit. Return how many bytes are
         missing.
         """
         connection.execute(sa.update(tables.room).values(num_bytes=tables.room.c.num_bytes + num_bytes))

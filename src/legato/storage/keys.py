@@ -12,11 +12,11 @@ KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Who asks, and what they may do. None: as much as they want."""
+    """A caller's key: rights and limits. A limit of None: unlimited."""
 
     name: str
     prefix: str = ""
-    """How the key itself begins, by which its owner knows it."""
+    """The first characters of the key, so that its owner recognises it."""
     models: tuple[str, ...] = ()
     """Names and aliases of models it may use; none: any."""
     requests_per_minute: int | None = None
@@ -32,7 +32,7 @@ class Key:
 
     @property
     def is_limited(self) -> bool:
-        """Whether what it spends must be counted."""
+        """Whether its requests or tokens must be counted."""
         return any(
             limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_month)
         )
@@ -43,7 +43,7 @@ ANYONE = Key("")
 
 
 def hash_key(key: bytes) -> bytes:
-    """Return what is kept of a key. It is long and random, so a plain hash does not give it away."""
+    """Return the hash that is stored of a key. Keys are long and random, so a plain hash needs no salt."""
     return hashlib.sha256(key).digest()
 
 

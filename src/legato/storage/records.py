@@ -1,4 +1,4 @@
-"""What a journal has: the values that go into it and come out of it, and the JSON that they are stored as."""
+"""The values that a journal stores and returns, and their JSON."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Record:
     """The name of the key that it belongs to."""
     path: str
     body: Mapping[str, Any]
-    """The request, as it was made."""
+    """The request's body."""
     before: Written
-    """What generations that it continues have written, behind the request's own text."""
+    """The text of earlier generations that this one continues, after the request's own text."""
     job: str
-    """What ran, as JSON; see `Job.to_json`."""
+    """The Job, as JSON; see `Job.to_json`."""
     created_at: int
     state: str = "running"
     """`running`, `done`, `failed` or `cancelled`."""
@@ -65,7 +65,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A frame of the answer, and the tokens that were written since the one before."""
+    """A frame of the answer, and the tokens that were generated since the frame before."""
 
     frame: bytes
     tokens: tuple[Token, ...] = ()
@@ -83,38 +83,38 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What is new of a generation: entries from the number `first` on, and its end, if it has come."""
+    """News of a generation: entries from the number `first` on, and its end, if it has ended."""
 
     first: int
     entries: Sequence[Entry]
     end: End | None = None
     taken: UsageRow | None = None
-    """What it has taken in all, on which day and of which model that is to be counted."""
+    """Its whole usage so far, with the day and the model to count it under."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of which generations the news were not written."""
+    """The generations whose news were not written."""
 
     lost: set[str] = field(default_factory=set)
-    """They are not ours any more: they were deleted, or others have adopted them."""
+    """This process no longer owns them: they were deleted, or another process has adopted them."""
     full: set[str] = field(default_factory=set)
-    """There is no room for them to go on."""
+    """The journals have no room for more of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Whose a generation is that runs."""
+    """The owner of a running generation."""
 
     id: str
     key: str
     owner: str
     beat: int
-    """Another number each time that its owner was heard; 0: it was left to whoever wants it."""
+    """Grows with each renewal; 0: its owner has released it."""
 
 
 def new_id() -> str:
-    """Return an id that nobody guesses."""
+    """Return an id that cannot be guessed."""
     return f"gen-{secrets.token_urlsafe(24)}"
 
 

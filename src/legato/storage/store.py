@@ -35,20 +35,21 @@ _SPENT_BY = sa.select(tables.spent.c.window, tables.spent.c.requests, tables.spe
     tables.spent.c.key == sa.bindparam("by")
 )
 _FORGOTTEN_S = 7 * 86400
-"""After so long a process that has written nothing writes nothing again that it has written before."""
+"""After this time without a batch, a process is taken for ended, and its last batch number is deleted."""
 
 
 class Store:
     """An open database, at its newest version.
 
-    `reads` and `writes` are the threads in which a server calls its methods. Who reads does not wait for who writes.
+    `reads` and `writes` are the threads in which a server calls its methods. Readers do not wait for
+    writers.
     """
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._troubles: dict[str, str] = {}
-        """Why reading or writing fails now."""
-        num_writers = 1 if self.file else 4  # SQLite lets one write at a time: more would only be in each other's way.
+        """Why reads or writes fail now; empty if they do not."""
+        num_writers = 1 if self.file else 4  # SQLite lets one write at a time: more threads would only wait.
         self.reads = Threads("read", 4, max_waiting=256, max_wait_s=BUSY_S, busy=_busy)
         self.writes = Threads("write", num_writers, max_waiting=256, max_wait_s=BUSY_S, busy=_busy)
 
@@ -135,7 +136,7 @@ class Store:
             return None if row is None else _key(row)
 
     def revoke_key(self, name: str) -> None:
-        """Take a key's rights away for good; again changes nothing.
+        """Revoke a key for good. Revoking it again changes nothing.
 
         Raises:
             KeyNotFound: there is none of this name.
@@ -203,7 +204,7 @@ class Store:
 
     def record(self, rows: Iterable[UsageRow] | Batch, refunds: Iterable[Charge] = ()) -> None:
         """Add to usage, and give back what was charged and not taken, in windows that are not over. A `Batch` may be
-        written again if nobody knows whether it was: then nothing of this is done twice.
+        written again if its outcome is unknown: nothing is added twice.
         """
         with self.writing() as connection:
             if isinstance(rows, Batch) and not _is_new(connection, rows):
@@ -245,8 +246,8 @@ class Store:
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        """Say in our words that the database does not answer. What it says itself may name hosts and files, and goes
-        to the log, once for each trouble.
+        """Raise errors of the database as `StoreUnavailable`. Their own text may name hosts and files: it goes to the
+        log, once for each outage, and not to callers.
         """
         try:
             yield

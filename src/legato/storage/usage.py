@@ -1,4 +1,4 @@
-"""What keys have taken: values, the windows of time that limits count in, and how rows are added to."""
+"""Usage and limits: their values, the days, minutes and months that they count in, and statements that add counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a process adds to usage in one go. Given again, it is not added again, until its next one is."""
+    """Rows that a process adds to usage at once. A batch that is written twice is added once."""
 
     writer: str
     num: int
@@ -72,21 +72,21 @@ def add_usage(connection: sa.Connection, rows: Iterable[UsageRow]) -> None:
         place = (row.day, row.key, row.model)
         sums[place] = sums[place] + row if place in sums else row
     if sums:
-        # In one order, here and in `charge`: transactions that lock rows in another wait for each other for ever.
+        # Sorted, here and in `charge`: transactions that lock rows in different orders would deadlock.
         values = [asdict(sums[place]) for place in sorted(sums)]
         connection.execute(adding(connection.dialect.name, tables.usage), values)
 
 
 @cache
 def adding(dialect: str, table: sa.Table) -> Any:
-    """Return a statement that adds rows, or their counts to those of the rows that are there."""
+    """Return a statement that inserts rows, or adds their counts to existing rows."""
     insert = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(table)
     counts = {column.name: column + insert.excluded[column.name] for column in table.c if not column.primary_key}
     return insert.on_conflict_do_update(index_elements=list(table.primary_key), set_=counts)
 
 
 def check_limits(key: Key, tokens: int, in_minute: tuple[int, int], in_month: int, now: float) -> None:
-    """Refuse what is too much. `in_minute`: requests and tokens so far; `in_month`: tokens so far."""
+    """Refuse a request beyond a limit. `in_minute`: requests and tokens so far; `in_month`: tokens so far."""
     requests, taken = in_minute
     wait_s = 60 - int(now) % 60
     if key.requests_per_minute is not None and requests >= key.requests_per_minute:

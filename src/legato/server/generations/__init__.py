@@ -1,12 +1,12 @@
-"""Resumable generations: they run apart from the requests that asked for them, and every frame is journaled before a
+"""Resumable generations: they run apart from the requests that started them, and every frame is journaled before a
 client gets it.
 
-`Generations` is what requests ask. Behind it, each apart from the others: `live` is what readers follow, `driver` runs
-the Job, `writer` journals, `leases` keeps what is this process's and adopts what nobody keeps, `replay` makes a run of
-a record again.
+Requests call `Generations`. Behind it: `live` holds the frames that readers follow, `driver` runs the Job, `writer`
+journals, `leases` renews this process's leases and adopts generations whose process died, `replay` rebuilds a run from
+its record. SQL is in `storage`; only `routes` knows HTTP.
 
-After a death the answer is written anew from the journal's tokens: they are what an engine would write again, so the
-same frames come out, and those that the journal has already are passed over.
+After a crash the frames are encoded again from the journal's tokens. An engine would write the same tokens, so the same
+frames come out, and those that the journal has already are skipped.
 """
 
 from legato.server.generations.service import Generations

@@ -1,6 +1,6 @@
-"""Drives a generation: runs its Job, and gives its Live each frame of the answer, and the end.
+"""Drives a generation: runs its Job, and adds each frame of the answer, and the end, to its `Live`.
 
-It receives a Live and returns nothing: whatever happens, the Live is told. It knows no journal and no reader.
+It returns nothing and raises nothing: a failure, too, ends the `Live`. It knows no journal and no reader.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Driver:
         self._note = note
         self._num_frames = 0
         self._num_tokens = len(live.run.written)
-        """Of the run's tokens: how many are in entries."""
+        """How many of the run's tokens are in entries."""
 
     async def drive(self) -> None:
-        """Run the generation to its end. Cancelled, it is left where it is."""
+        """Run the generation to its end. If cancelled, it stays without an end, for another process to continue."""
         live = self._live
         try:
             await self._drive()
         except LegatoError as error:
             live.fail(error)
-        except Exception:  # noqa: BLE001 - logged here, and told to readers; nobody waits for this
+        except Exception:  # noqa: BLE001 - logged here and sent to readers; no caller awaits this task
             _log.exception("generation %s failed", live.record.id)
             live.fail(LegatoError("something went wrong in the server; its log has the reason"))
         self._note(live)
@@ -73,7 +73,7 @@ class Driver:
         self._live.finish(End("done", encoder.whole((answer,), usage, facts(run, usage)), written))
 
     def _add(self, frames: Iterable[bytes]) -> None:
-        """Give frames to the Live, but for those that it had from before a death."""
+        """Add frames to the `Live`, except those that it has from the journal already."""
         live, tokens = self._live, self._live.run.tokens or []
         for frame in frames:
             self._num_frames += 1

@@ -1,7 +1,7 @@
-"""Which generations are this process's: it keeps its own, ends those that nobody wants, and adopts those of the dead.
+"""Leases: a process renews those of its generations, ends abandoned ones, and adopts those of dead processes.
 
 A process is alive as long as its beat changes, as another process sees it by its own clock. It drives and writes
-nothing itself.
+no generation itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("legato.server")
 
 
 class Leases:
-    """Keeps the generations in `lives`, as long as somebody wants them. `note` is called for those that it ends."""
+    """Renews the leases of `lives`, and ends generations without a client. `note` is called for those that it ends."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Leases:
         self._outage = Outage("resumable answers cannot be held")
 
     async def run(self) -> None:
-        """Keep them, for good."""
+        """Renew leases every `beat_s`, until cancelled."""
         while True:
             try:
                 await self.renew()
@@ -58,10 +58,10 @@ class Leases:
             await asyncio.sleep(self._pace.beat_s)
 
     async def renew(self) -> None:
-        """Let it be heard that they are alive; end those that no client has visited for long.
+        """Renew the leases, and end generations that had no client for `store.resume_window_s`.
 
         Raises:
-            StoreUnavailable: it cannot be read.
+            StoreUnavailable: the leases cannot be written.
         """
         held = {id: live for id, live in self._lives.items() if self._is_held(live)}
         if not held:
@@ -69,7 +69,7 @@ class Leases:
         visits = await self._journal.writes.run(self._journal.renew, [*held])
         for id, live in held.items():
             if self._lives.get(id) is not live or live.end is not None:
-                continue  # The writer has come to its end, or is about to.
+                continue  # It has ended; the writer journals that.
             if id not in visits:
                 del self._lives[id]
                 live.lose()
@@ -79,7 +79,7 @@ class Leases:
                 self._note(live)
 
     def _is_held(self, live: Live) -> bool:
-        """Whether a generation is kept from others. While its end cannot be written, it is not for ever."""
+        """Whether to renew a lease. One whose end cannot be written is released after `keep_s`."""
         is_late = live.ended_at is not None and self._clock.steady() - live.ended_at > self._pace.keep_s
         return live.task is not None and not is_late
 
@@ -92,19 +92,19 @@ class Leases:
 
 @dataclass(slots=True)
 class _Sighting:
-    """A generation that is not this process's, as it was when something was last heard of it."""
+    """Another process's lease, and when this process first saw it as it is."""
 
     lease: Lease
     at: float
     error: LegatoError | None = None
-    """Why it cannot go on here."""
+    """Why this server cannot continue it."""
 
 
 class Adoption:
-    """Listens for generations that nobody keeps any more, and lets them go on: `resume` is given what is to be driven.
+    """Finds generations whose process no longer renews their lease, adopts them, and calls `resume` to drive them.
 
-    What cannot go on here may be another server's. If none takes it for as long as an answer waits for its client, it
-    has failed.
+    Another server may continue what this one cannot. If none adopts a generation within `store.resume_window_s`, it
+    fails.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class Adoption:
         self._clock = clock
         self._sightings: dict[str, _Sighting] = {}
         self._doomed: dict[str, LegatoError] = {}
-        """What is being ended here, and why."""
+        """Generations that this process is about to fail, with the reason."""
         self._swept_at: float | None = None
         self._outage = Outage("resumable answers of other servers cannot be taken over")
 
     async def run(self) -> None:
-        """Listen, for good."""
+        """Look for orphans every `beat_s`, until cancelled."""
         while True:
             try:
                 await self.listen()
@@ -142,10 +142,10 @@ class Adoption:
             await asyncio.sleep(self._pace.beat_s)
 
     async def listen(self) -> None:
-        """Hear who is alive, and adopt what has nobody.
+        """Read all leases, and adopt orphans.
 
         Raises:
-            StoreUnavailable: it cannot be read.
+            StoreUnavailable: the leases cannot be read.
         """
         leases = await self._journal.reads.run(self._journal.leases)
         now = self._clock.steady()
@@ -160,13 +160,13 @@ class Adoption:
                 await self._take(sighting, now)
 
     def _is_orphan(self, lease: Lease, silent_s: float) -> bool:
-        """Whether nobody keeps a generation. What is ours without being among our own was left, or its adoption was
-        not acknowledged.
+        """Whether no process runs a generation. A lease of this process for a generation that is not in `lives` was
+        released, or its adoption was not acknowledged.
         """
         return not lease.beat or lease.owner == self._journal.owner or silent_s > self._pace.lease_s
 
     async def _take(self, sighting: _Sighting, now: float) -> None:
-        """Let an orphan go on here, or end it, if either can be."""
+        """Adopt an orphan and continue it, or fail it; leave it if neither is possible now."""
         id = sighting.lease.id
         if sighting.error is not None and now - sighting.at > self._wait_s:
             self._doomed.setdefault(id, sighting.error)
@@ -189,30 +189,30 @@ class Adoption:
         self._resume(record, replace(run, written=written), entries)
 
     async def _plan_orphan(self, record: Record, sighting: _Sighting) -> Run | None:
-        """Return the run of an orphan. Note if there cannot be one here, or nowhere."""
+        """Return the run of an orphan; None, with the reason noted, if it cannot run here now, or on any server."""
         try:
             return await self._replay.run(record)
         except CapacityError:
-            pass  # There is too much to do just now.
+            pass  # This server is too busy: it is tried again.
         except ModelNotFound as error:
             sighting.error = error
-        except Exception as error:  # noqa: BLE001 - what was right once may be wrong for another version or model
+        except Exception as error:  # noqa: BLE001 - a valid request may be invalid for another version or model
             _log.exception("generation %s cannot go on", record.id)
             bug = LegatoError("something went wrong in the server; its log has the reason")
             self._doomed[record.id] = error if isinstance(error, LegatoError) else bug
         return None
 
     async def _end(self, record: Record, entries: Sequence[Entry], error: LegatoError) -> None:
-        """Tell the readers of a generation that it has failed."""
+        """Journal the failure of a generation, for its readers."""
         _log.warning("generation %s has failed: %s", record.id, error.message)
         frames = [Entry(frame) for frame in self._replay.failure(record, error)]
         news = News(len(entries) + 1, frames, End("failed"))
         await self._journal.writes.run(self._journal.append, {record.id: news})
 
     async def _sweep(self) -> None:
-        """Remove what is old, now and then."""
+        """Remove old journals, every `sweep_s`."""
         now = self._clock.steady()
         if self._swept_at is None or now - self._swept_at > self._pace.sweep_s:
             while not await self._journal.writes.run(self._journal.sweep):
-                pass  # Others get their turn meanwhile.
+                pass  # Each call is short, so other writers get their turn.
             self._swept_at = now

@@ -1,6 +1,6 @@
-"""A generation that runs in this process, as those see it who read it: frames that may be shown, and then an end.
+"""A generation that runs in this process: its frames, how many of them readers may have, and its end.
 
-It is told of frames by its driver, and by the writer how many of them are journaled. It runs nothing and does no I/O.
+The driver adds frames; the writer reports how many are journaled. A `Live` runs nothing and does no I/O.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from legato.system.clock import Clock
 __all__ = ["REFUSED", "Failure", "Live"]
 
 Failure = Callable[[LegatoError], Iterable[bytes]]
-"""Returns the frames that tell an error behind others."""
+"""Encodes an error as the last frames of a stream."""
 REFUSED = End("refused")
 
 
 class Live:
-    """What readers follow. `known` is what the journal has already, and `failure` how an error is told."""
+    """A running generation. `known` are the entries that the journal has; `failure` encodes an error as frames."""
 
     def __init__(self, record: Record, run: Run, failure: Failure, clock: Clock, known: Iterable[Entry] = ()) -> None:
         self.record = record
@@ -31,19 +31,19 @@ class Live:
         self.num_saved = self.num_shown = len(self.entries)
         """How many entries the journal has, and how many readers may have."""
         self.end: End | None = None
-        """How it ended; nothing is added any more."""
+        """How it ended. After that no entry is added."""
         self.ended_at: float | None = None
         self.error: LegatoError | None = None
-        """Why there is no answer."""
+        """Why it failed."""
         self.is_over = False
-        """Whether nothing follows here for readers."""
+        """Whether readers get nothing more from this process."""
         self.is_lost = False
-        """Whether it is over without an end."""
+        """Whether it is over here without an end: deleted, or continued by another process."""
         self.task: asyncio.Task[None] | None = None
-        """What drives it, from the time on when the journal has it."""
+        """The task that drives it. None until the journal has the record."""
         self.num_readers = 0
         self.num_visits = 0
-        """Of readers elsewhere, as far as they are known of."""
+        """The last known number of visits by readers at other servers."""
         self.seen_at = clock.steady()
         """When the last reader left."""
         self._failure = failure
@@ -53,18 +53,18 @@ class Live:
     # By the driver
 
     def add(self, entry: Entry) -> None:
-        """Add a frame, unless the end has come meanwhile."""
+        """Add an entry, unless the generation has ended."""
         if self.end is None and not self.is_over:
             self.entries.append(entry)
 
     def finish(self, end: End) -> None:
-        """Come to an end, for the writer to write. The first one counts."""
+        """End, and let the writer journal it. Only the first end counts."""
         if self.end is None and not self.is_over:
             self.end = end
             self.ended_at = self._clock.steady()
 
     def fail(self, error: LegatoError) -> None:
-        """Come to an end by an error: it is the answer's status while there is no frame, else its last frames."""
+        """End with an error: as the answer's status if there is no frame yet, else as its last frames."""
         if self.end is not None or self.is_over:
             return
         self.error = error
@@ -73,7 +73,7 @@ class Live:
         self.finish(End("failed") if self.entries else REFUSED)
 
     def stop(self) -> None:
-        """End what drives it, whatever comes of that."""
+        """Cancel the task that drives it."""
         if self.task is not None:
             self.task.cancel()
 
@@ -81,15 +81,15 @@ class Live:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something that the journal does not have."""
+        """Whether the journal lacks an entry or the end."""
         return self.num_saved < len(self.entries) or self.end is not None
 
     def news(self) -> News:
-        """Return what the journal does not have."""
+        """Return the entries and the end that the journal lacks."""
         return News(self.num_saved + 1, self.entries[self.num_saved :], self.end, self.taken())
 
     def taken(self) -> UsageRow:
-        """Return what it has taken in all."""
+        """Return its whole usage so far."""
         taken = self.run.taken()
         return UsageRow(
             self._clock.day(),
@@ -97,13 +97,13 @@ class Live:
             self.run.model.name,
             requests=int(bool(self.run.usages)),
             prompt_tokens=taken.prompt_tokens,
-            # Whoever read the prompt first has counted what it had of it in the cache.
+            # After an adoption, the first process has counted the prompt's cached tokens.
             cached_tokens=0 if self.run.written else taken.cached_tokens,
             completion_tokens=taken.completion_tokens,
         )
 
     def save(self, news: News) -> None:
-        """Note that the journal has this. Readers may have it now."""
+        """Note that the journal has these entries, and show them to readers."""
         self.num_saved = max(self.num_saved, news.first - 1 + len(news.entries))
         self.num_shown = max(self.num_shown, self.num_saved)
         if news.end is not None:
@@ -111,19 +111,19 @@ class Live:
         self._notify()
 
     def show(self) -> None:
-        """Let readers have everything, and the end, though the journal does not have it."""
+        """Show readers all entries and the end, whether or not the journal has them."""
         self.num_shown = len(self.entries)
         self.is_over = self.is_over or self.end is not None
         self._notify()
 
     def drop(self, error: LegatoError) -> None:
-        """Fail without what nobody has seen, for which there is no room."""
+        """Fail, and discard the entries that no reader has seen."""
         del self.entries[self.num_shown :]
         self.fail(error)
         self.stop()
 
     def lose(self) -> None:
-        """Be over: it was deleted, or goes on elsewhere."""
+        """Be over here: it was deleted, or another process continues it."""
         self.is_lost = not self.is_over
         self.is_over = True
         self.stop()
@@ -132,10 +132,10 @@ class Live:
     # By readers
 
     async def follow(self, after: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield the frames behind the first `after` as they may be shown, each with its number.
+        """Yield the frames after number `after` as they may be shown, each with its number.
 
         Raises:
-            LegatoError: there is no answer, and never was a frame.
+            LegatoError: it failed before its first frame.
         """
         self.num_readers += 1
         try:
@@ -154,6 +154,6 @@ class Live:
             self.seen_at = self._clock.steady()
 
     def _notify(self) -> None:
-        """Wake those who wait for a change."""
+        """Wake the readers."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""How often and how long what runs beside generations does what it does, in seconds."""
+"""Intervals and time limits of leases, journals and their readers, in seconds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Pace:
     """Times that all servers of a store share."""
 
     lease_s: float = 5.0
-    """So long a generation stays with a process that is not heard of."""
+    """How long a lease lasts that is not renewed."""
     beat_s: float = 1.0
     """How often a process renews its leases, and looks at those of others."""
     sweep_s: float = 60.0
     """How often old journals are removed."""
     poll_s: float = 0.1
-    """How often the journal of a generation that runs elsewhere is looked at."""
+    """How often the journal of a generation on another server is read."""
     patience_s: float = 2.0
-    """So long readers wait for a slow journal; then they get what it does not have yet."""
+    """How long readers wait for a slow journal; then they get entries that it does not have yet."""
     retry_s: float = 1.0
     """The longest pause before the journal is tried again."""
     keep_s: float = 60.0
-    """So long a generation whose end cannot be written is kept from other servers, which would come to it again."""
+    """How long the lease of a generation whose end cannot be written is renewed. Then another server continues it."""

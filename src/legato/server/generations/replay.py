@@ -1,4 +1,4 @@
-"""From a record back to what it was made of: its request, its Run, and how its dialect tells a failure.
+"""Rebuilds a request and its Run from a record, and encodes failures in the record's dialect.
 
 It receives records and returns values. It drives nothing.
 """
@@ -25,18 +25,18 @@ __all__ = ["Replay", "failure_frames"]
 
 
 class Replay:
-    """Knows the models that there are, and the dialects that generations may come from, by path."""
+    """Rebuilds runs for these models. `dialects` are those of resumable generations, by path."""
 
     def __init__(self, models: Models, dialects: Mapping[str, Dialect]) -> None:
         self._models = models
         self._dialects = dialects
 
     def request(self, record: Record, given: Mapping[str, Any], before: Written, key: Key) -> CompletionRequest:
-        """Return the request of a record, with fields that are `given` in place of its own, behind what was written,
-        with the seed that it had.
+        """Return the request of a record with the fields `given` replaced, continued after the text `before`, and with
+        the seed of its Job.
 
         Raises:
-            RequestError: it is not right (any more).
+            RequestError: it is not valid, or no longer.
         """
         request = self._dialects[record.path].parse({**record.body, **given})
         sampling = request.sampling
@@ -46,12 +46,12 @@ class Replay:
         return replace(request, source=source, sampling=sampling, caller=key.name, control_tokens=key.control_tokens)
 
     async def run(self, record: Record) -> Run:
-        """Return the run of a generation that has lost its process, with the very Job that it had.
+        """Return the run of a generation whose process died, with exactly the Job that it had.
 
         Raises:
             ModelNotFound: this server does not have its model, or its path.
-            CapacityError: there is too much to do just now.
-            LegatoError: what was right once is not any more.
+            CapacityError: the server is too busy.
+            LegatoError: the request is no longer valid.
         """
         if record.path not in self._dialects:
             raise ModelNotFound(f"this server has no path `{record.path}`")
@@ -60,18 +60,18 @@ class Replay:
         return replace(run, request=replace(run.request, handle=handle), jobs=(Job.from_json(record.job),), tokens=[])
 
     async def plan(self, record: Record, given: Mapping[str, Any], before: Written, key: Key, models: Models) -> Run:
-        """Plan such a request for one of `models`, beside what else there is to do.
+        """Plan the request of a record for one of `models`, in a thread.
 
         Raises:
             RequestError: it cannot be run.
-            CapacityError: there is too much to do just now.
+            CapacityError: the server is too busy.
         """
         request = await PLANS.run(self.request, record, given, before, key)
         threads = planners(len(record.job), request.constraint) or PLANS
         return await threads.run(plan, request, models.resolve(request.model))
 
     def failure(self, record: Record, error: LegatoError) -> Iterable[bytes]:
-        """Return the frames that tell a record's readers why it ended."""
+        """Encode an error as the last frames of a record's answer."""
         try:
             dialect = self._dialects[record.path]
             return dialect.encoder(dialect.parse(dict(record.body))).failure(error)
@@ -80,12 +80,12 @@ class Replay:
 
 
 def failure_frames(error: LegatoError) -> Iterable[bytes]:
-    """Return the frames that tell an error where no dialect says how."""
+    """Encode an error as frames where the dialect is unknown."""
     return (encode_event(OPENAI.error(error)), DONE)
 
 
 def _behind(source: Source, before: Written) -> Source:
-    """Return what goes on behind what was written after a source."""
+    """Return the source continued by the text that was generated after it."""
     if before == Written():
         return source
     match source:

@@ -1,6 +1,6 @@
-"""Routes of resumable generations: look, follow, go on, end.
+"""Routes of resumable generations: show, follow, continue, delete.
 
-It receives ids and returns what `Generations` has of them. It knows no fields but those of these routes.
+They receive ids and send what `Generations` returns. They know no fields but their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["generation_routes", "send_live"]
 
 
 async def send_live(generations: Generations, live: Live, receive: Receive, send: Send) -> None:
-    """Send the answer of a generation that was started here, as it was asked for."""
+    """Send the answer of a generation that this process started, streamed or whole as its request says."""
     headers = report_headers(live.run.report)
     if live.run.request.output.stream:
         await _send_events(generations.follow(live.record, 0, live), headers, receive, send)
@@ -36,7 +36,7 @@ async def send_live(generations: Generations, live: Live, receive: Receive, send
 async def _send_events(
     frames: AsyncGenerator[bytes, None], headers: Mapping[str, str], receive: Receive, send: Send
 ) -> None:
-    """Send events while the client is there. What writes them does not end with it."""
+    """Send events while the client is connected. The generation runs on when the client leaves."""
     async with aclosing(frames):
         stream = send_stream(send, frames, failure_frames, {**headers, "content-type": EVENTS}, KEEP_ALIVE[EVENTS])
         await while_connected(receive, stream)
@@ -81,7 +81,7 @@ def generation_routes(generations: Generations, gate: Gate) -> Mapping[str, Mapp
 
 
 def _after(scope: Scope) -> int:
-    """Return the number of the last event that the client has, which browsers send by themselves."""
+    """Return the number of the last event that the client has: `after`, or the header that browsers send."""
     given = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
     for name in given:
         if name != "after":
@@ -93,7 +93,7 @@ def _after(scope: Scope) -> int:
 
 
 async def _at_once(frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Begin a stream before its first frame is there."""
+    """Begin the response at once, before the first frame."""
     yield b""
     async with aclosing(frames):
         async for frame in frames:

@@ -1,4 +1,4 @@
-"""What requests ask of resumable generations: start, look, follow, go on, end.
+"""Operations on resumable generations: start, find, follow, continue, delete.
 
 It receives `Run`s and keeps them running: without a client for a while, and after the death of the process, here or in
 another one that shares the store. It knows dialects, but no fields.
@@ -69,7 +69,7 @@ class Generations:
         self._clock = clock
         self._pace = pace
         self._lives: dict[str, Live] = {}
-        """All that this process keeps, until the journal has their ends."""
+        """The generations of this process, until the journal has their ends."""
         self._replay = Replay(models, dialects)
         self._writer = Writer(self._journal, self._lives, pace, clock)
         self._leases = Leases(self._journal, self._lives, self._writer.note, settings, pace, clock)
@@ -77,7 +77,7 @@ class Generations:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep generations running; what runs at the end is left to the next server."""
+        """Run generations while the context is open. Those that run at its end are released to the next server."""
         keepers = [
             self._supervisor.start("journal", self._writer.run, on_failure=self._writer.fail),
             self._supervisor.start("leases", self._leases.run),
@@ -94,12 +94,12 @@ class Generations:
             while self._lives:
                 self._lives.popitem()[1].lose()
 
-    # What requests ask for
+    # For requests
 
     async def start(
         self, key: Key, path: str, body: Mapping[str, Any], run: Run, before: Written | None = None
     ) -> Live:
-        """Run a request apart from the client that made it.
+        """Start a request that runs on without its client.
 
         Raises:
             UnsupportedFeature: it has more than one choice, or scores its prompt.
@@ -126,7 +126,7 @@ class Generations:
         try:
             await self._journal.writes.run(self._journal.create, record)
         except BaseException:
-            # Whether it is there nobody knows: it may have been written without an acknowledgement.
+            # The record may have been written without an acknowledgement, so the writer removes it.
             live.finish(REFUSED)
             self._writer.note(live)
             raise
@@ -144,7 +144,7 @@ class Generations:
         return record
 
     async def follow(self, record: Record, after: int, live: Live | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield the frames behind the first `after`, each with its number, wherever they are written.
+        """Yield the frames after number `after`, each with its number, whichever server writes them.
 
         Raises:
             LegatoError: there is no answer, or the journal cannot be read.
@@ -182,10 +182,10 @@ class Generations:
                 await asyncio.sleep(self._pace.poll_s)
 
     async def whole(self, live: Live) -> bytes:
-        """Return the answer of a generation that was started here, as one body.
+        """Return the answer of a generation that this process started, as one body.
 
         Raises:
-            LegatoError: there is none.
+            LegatoError: it ended without an answer.
         """
         async with aclosing(self.follow(live.record, 0, live)) as frames:
             async for _ in frames:
@@ -198,7 +198,7 @@ class Generations:
         return ended.answer
 
     async def go_on(self, record: Record, given: Mapping[str, Any], key: Key) -> Live:
-        """Start a generation behind the end of one. `given` replaces fields of its request.
+        """Start a generation that continues a finished one. `given` replaces fields of its request.
 
         Raises:
             GenerationRunning: it has not ended yet.
@@ -219,7 +219,7 @@ class Generations:
         """End a generation if it runs, and remove its journal.
 
         Raises:
-            StoreUnavailable: nobody knows whether the journal was removed; what ran has ended all the same.
+            StoreUnavailable: the journal may not have been removed; the generation has ended in any case.
         """
         live = self._lives.get(record.id)
         if live is not None:
@@ -230,12 +230,12 @@ class Generations:
         await self._journal.writes.run(self._journal.delete, record.id, record.key, taken)
         if live is not None and self._lives.get(record.id) is live:
             del self._lives[record.id]
-            live.show()  # What it has taken is counted.
+            live.show()  # Its usage is counted: readers may see the end.
 
     # How they run
 
     def _live(self, record: Record, run: Run, known: Sequence[Entry] = ()) -> Live:
-        """Keep a generation from now on: what is ours in the journal and not among these would be adopted."""
+        """Register a generation. This comes before its record is journaled: an unregistered one would be adopted."""
         live = Live(record, run, partial(self._replay.failure, record), self._clock, known)
         self._lives[record.id] = live
         return live
@@ -254,13 +254,13 @@ class Generations:
             await driver.drive()
         finally:
             if live.end is None and self._lives.get(live.record.id) is live:
-                # It was broken off, and nobody has asked for its end: whoever adopts it goes on.
+                # It was interrupted without a request to end it: the server that adopts it continues.
                 del self._lives[live.record.id]
                 live.lose()
 
 
 async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    """End tasks."""
+    """Cancel tasks and wait for their ends."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -268,5 +268,5 @@ async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
 
 
 def _numbered(num: int, frame: bytes) -> bytes:
-    """Return a server-sent event with its number."""
+    """Return a server-sent event with its number as `id`."""
     return b"id: %d\n%b" % (num, frame)

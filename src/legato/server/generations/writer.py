@@ -1,7 +1,7 @@
-"""Journals what is new of all generations at once, and then lets their readers have it.
+"""Journals the news of all generations in one transaction, and then shows them to readers.
 
-It is the only one that writes entries and ends. If the journal cannot be written, readers get what is new all the
-same, and it is tried again until it succeeds: twice is as once there. It drives nothing.
+Only the writer writes entries and ends. If the journal cannot be written, readers get the news without it, and the
+write is repeated until it succeeds: writing the same news twice changes nothing. It drives nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_PAUSE_S = 0.05
 
 
 class Writer:
-    """Writes for the generations in `lives`, and takes them out of it when they are over."""
+    """Writes for the generations in `lives`, and removes those that are over."""
 
     def __init__(self, journal: Journal, lives: dict[str, Live], pace: Pace, clock: Clock) -> None:
         self._journal = journal
@@ -37,16 +37,16 @@ class Writer:
         self._writing = asyncio.Lock()
         self._outage = Outage("resumable answers go on without a journal")
         self.is_away = False
-        """Whether the journal could not be written the last time."""
+        """Whether the last write failed or was slow."""
 
     def note(self, live: Live) -> None:
-        """Be told that a generation has news."""
+        """Note that a generation has news."""
         if self.is_away:
             live.show()
         self._has_news.set()
 
     async def run(self) -> None:
-        """Write what is new, for good."""
+        """Write news as they come, until cancelled."""
         pause_s = _FIRST_PAUSE_S
         while True:
             await self._has_news.wait()
@@ -59,12 +59,12 @@ class Writer:
             self._has_news.set()
 
     def fail(self, error: Exception) -> None:
-        """Let readers go on, since writing has ended by an error."""
+        """Let readers go on without the journal: the writer's task has failed."""
         self._go_away()
         self._has_news.set()
 
     async def flush(self) -> bool:
-        """Write what is new now, and return whether that was possible."""
+        """Write all news now, and return whether that succeeded."""
         async with self._writing:
             lives = [live for live in self._lives.values() if live.has_news]
             try:
@@ -78,15 +78,15 @@ class Writer:
             return True
 
     async def _write(self, lives: Sequence[Live]) -> None:
-        """Write what is new of some. If it is that which cannot be written, the others do not suffer from it."""
+        """Write the news of some generations; if that fails by a fault of ours, one by one, to find the faulty one."""
         news = {live.record.id: live.news() for live in lives}
-        # If it takes long, readers do not wait for it.
+        # Readers do not wait longer than this for the journal.
         timer = asyncio.get_running_loop().call_later(self._pace.patience_s, self._go_away)
         try:
             verdict = await self._journal.writes.run(self._journal.append, news) if news else Verdict()
         except StoreUnavailable:
             raise
-        except Exception:  # noqa: BLE001 - logged where it is known whose it is
+        except Exception:  # noqa: BLE001 - logged in `_abandon`, with the generation's id
             if len(lives) > 1:
                 for live in lives:
                     await self._write([live])
@@ -100,7 +100,7 @@ class Writer:
                 self._settle(live, news[live.record.id], verdict)
 
     def _settle(self, live: Live, news: News, verdict: Verdict) -> None:
-        """Tell a generation what became of its news."""
+        """Apply the journal's verdict to a generation."""
         id = live.record.id
         if id in verdict.full:
             live.drop(
@@ -120,7 +120,7 @@ class Writer:
                 del self._lives[id]
 
     def _abandon(self, live: Live) -> None:
-        """End what cannot be written, by a fault of ours; if not even its end can be, leave it."""
+        """Fail a generation whose news cannot be written; if its end cannot be written either, drop it."""
         _log.exception("generation %s cannot be journaled", live.record.id)
         if live.end is None:
             live.drop(LegatoError("something went wrong in the server; its log has the reason"))
@@ -129,7 +129,7 @@ class Writer:
             live.lose()
 
     def _go_away(self) -> None:
-        """Let readers have what the journal does not have."""
+        """Let readers go on without the journal."""
         self.is_away = True
         for live in self._lives.values():
             live.show()

@@ -1,7 +1,7 @@
 """A connection: requests out of what a socket reports, one after the other, within times and sizes.
 
-It reads HTTP/1.1 and 1.0, and hands each request on as an `Exchange`. What is no HTTP, or could be read in two ways, is
-refused. It knows nothing of what is asked.
+It reads HTTP/1.1 and 1.0, and hands each request on as an `Exchange`. Bytes that are not
+HTTP, or ambiguous, are refused. It knows no routes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_QUEUED = 64
 
 
 class Owner(Protocol):
-    """What a connection needs of those who have all connections."""
+    """What a connection needs of `Connections`."""
 
     limits: LimitSettings
 
@@ -40,17 +40,17 @@ class Owner(Protocol):
         """Let the application answer."""
 
     def waits(self, connection: Connection) -> None:
-        """Take note that it waits for its client, from now on."""
+        """Note that it waits for its client."""
 
     def works(self, connection: Connection) -> None:
-        """Take note that it does not."""
+        """Note that it no longer waits."""
 
     def closed(self, connection: Connection) -> None:
-        """Take note that it is closed."""
+        """Note that it is closed."""
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection. `is_surplus`: it is one more than there may be, so only what is always answered is."""
+    """A client's connection. `is_surplus`: it is beyond the limit, so only `/health` and `/ready` are answered."""
 
     def __init__(self, owner: Owner, *, is_surplus: bool = False) -> None:
         self._owner = owner
@@ -62,25 +62,25 @@ class Connection(asyncio.Protocol):
         self._head: Head | None = None
         """The head that is being read."""
         self._timed: Head | None = None
-        """The last head that was given a time to arrive."""
+        """The last head whose arrival has a time limit."""
         self._incoming: Exchange | None = None
         """The request whose body is being read."""
         self._exchanges: deque[Exchange] = deque()
         """Requests that are not answered yet. The first of them is being answered."""
         self._is_deaf = False
-        """Whether what comes is no longer read as requests."""
+        """Whether further bytes are ignored."""
         self._num_extra = 0
         """Bytes that were read since the head began, or since the last piece of the body."""
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self.writable = asyncio.Event()
-        """Set while all that was written is sent, or the client is gone."""
+        """Set while the write buffer is empty, or the client has left."""
         self.writable.set()
 
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for a request, and hear of every byte that the system does not take at once."""
+        """Wait for a request. With a limit of 0, asyncio reports every byte that the system does not take at once."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=0)
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
             self._wait(self._limits.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell who works for this client that it has gone."""
+        """Tell the exchanges that the client has left."""
         self._stop_waiting()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
             self._incoming.feed(body)
 
     def on_chunk_complete(self) -> None:
-        """Take note that something of the body came."""
+        """Note progress of the body."""
         self._num_extra = 0
 
     def on_message_complete(self) -> None:
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def want(self) -> None:
-        """Read on, if that was stopped because nobody took what was read."""
+        """Resume reading, if it was paused because the application had not read the body."""
         self._steer()
 
     def done(self, exchange: Exchange) -> None:
@@ -255,7 +255,7 @@ class Connection(asyncio.Protocol):
             self._owner.run(exchange)
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer what is no request of those that are taken, behind those before it; it is the last."""
+        """Answer with a refusal, after the requests before it, and close the connection after that."""
         if self._is_deaf:
             return
         self._is_deaf = True
@@ -285,7 +285,7 @@ class Connection(asyncio.Protocol):
         self.data_received(again + rest)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the client, not for ever."""
+        """Wait for the client, for `timeout_s` at most."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(timeout_s, self._give_up)
@@ -304,7 +304,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def _steer(self) -> None:
-        """Read no more while there is enough to do."""
+        """Pause reading while enough is buffered."""
         assert self._transport is not None
         if len(self._exchanges) > 1 or any(exchange.num_buffered > _MAX_BUFFERED for exchange in self._exchanges):
             self._transport.pause_reading()

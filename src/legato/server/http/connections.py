@@ -1,7 +1,7 @@
 """All connections of a server: how many there are, which of them must go when there are too many, and how they end.
 
-A connection that waits for its client is worth least: the one that has waited longest is closed for a new one. If all
-are at work, a few more are let in, to be told so, and for those who ask whether the server is well.
+When the limit is reached, the connection that has waited longest for its client is closed for a new one. If all are
+busy, a few more are accepted: they get 503, or the answer of `/health` and `/ready`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["Connections"]
 _log = logging.getLogger("legato.server")
 
 _NUM_SPARE = 8
-"""Connections beyond the limit that are let in."""
+"""Connections beyond the limit that are accepted."""
 _NUM_AT_ONCE = 8
-"""Connections that are taken before others go on."""
+"""Connections that are accepted before the event loop goes on."""
 _PAUSE_S = 0.1
 _CANCEL_S = 5.0
 """How long requests that are cancelled may take to end."""
@@ -36,7 +36,7 @@ class Connections:
     """Takes connections from a listening socket."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, limits: LimitSettings, supervisor: Supervisor) -> None:
-        """Begin without any. `limits.max_connections` is how many there may be."""
+        """Begin without connections. `limits.max_connections` is the highest number there may be."""
         self.limits = limits
         self._app = app
         self._listener = listener
@@ -44,23 +44,23 @@ class Connections:
         self._loop = asyncio.get_running_loop()
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
-        """Those that wait for their clients, in the order in which they began to."""
+        """Connections that wait for their clients, the longest wait first."""
         self._is_listening = False
         self._is_short = False
-        """Whether the last connection could not be taken, for lack of descriptors or memory."""
+        """Whether the last connection could not be accepted, for lack of descriptors or memory."""
         self._is_closing = False
         self._running: set[asyncio.Task[None]] = set()
         self._emptied = asyncio.Event()
 
     def listen(self) -> None:
-        """Take connections from now on."""
+        """Accept connections from now on."""
         if not self._is_listening and not self._is_closing:
             self._is_listening = True
             self._listener.setblocking(False)
             self._loop.add_reader(self._listener, self._accept)
 
     async def aclose(self) -> None:
-        """Take no more, let what runs come to its end within the time of grace, and cut off what is left."""
+        """Accept no more, wait `limits.grace_s` for requests that run, and cancel the rest."""
         self._is_closing = True
         self._pause()
         self._listener.close()
@@ -84,17 +84,17 @@ class Connections:
         task.add_done_callback(self._ended)
 
     def waits(self, connection: Connection) -> None:
-        """Take note that a connection waits for its client, from now on."""
+        """Note that a connection waits for its client."""
         self._waiting.pop(connection, None)
         self._waiting[connection] = None
         self.listen()
 
     def works(self, connection: Connection) -> None:
-        """Take note that it does not."""
+        """Note that a connection no longer waits for its client."""
         self._waiting.pop(connection, None)
 
     def closed(self, connection: Connection) -> None:
-        """Take note that a connection is closed; another one may come."""
+        """Note that a connection is closed; another one may come."""
         self._open.discard(connection)
         self._check_empty()
         self.listen()
@@ -121,7 +121,7 @@ class Connections:
                 return
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    continue  # This client has gone already.
+                    continue  # This client has left already.
                 if not self._is_short:
                     _log.warning("no connection can be taken now: %s", error.strerror)
                 self._is_short = True
@@ -158,7 +158,7 @@ class Connections:
             self._loop.remove_reader(self._listener)
 
     async def _is_empty(self, timeout_s: float) -> bool:
-        """Wait until there is no connection, and nothing runs, but not for ever; return whether that is so."""
+        """Wait for the end of all connections and requests; return whether it came in time."""
         self._emptied.clear()
         self._check_empty()
         with suppress(TimeoutError):

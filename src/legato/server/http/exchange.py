@@ -47,7 +47,7 @@ class Wire(Protocol):
     """What an exchange needs of its connection."""
 
     writable: asyncio.Event
-    """Set while all that was written is sent, or the client is gone."""
+    """Set while the write buffer is empty, or the client has left."""
 
     @property
     def idle_timeout_s(self) -> float:
@@ -57,7 +57,7 @@ class Wire(Protocol):
         """Send bytes."""
 
     def want(self) -> None:
-        """Go on reading, if that was stopped because nobody took what was read."""
+        """Resume reading, if it was paused because the application had not read the body."""
 
     def done(self, exchange: Exchange) -> None:
         """Go on to the next request, or close: this one is answered, or given up."""
@@ -73,7 +73,7 @@ class Exchange:
             scope: the request.
             wire: where it came from.
             keep_alive: whether the client would send another one on this connection.
-            expects_continue: whether it waits for a word before it sends the body.
+            expects_continue: whether the client waits for `100 Continue` before it sends the body.
         """
         self.scope = scope
         self.keep_alive = keep_alive
@@ -90,13 +90,13 @@ class Exchange:
         self._head = b""
         """The answer's head, until it goes out with the beginning of the body."""
         self._num_left: int | None = None
-        """Bytes of the answer's body that are to come; None: nobody has said how many."""
+        """Bytes of the answer's body that are still to come; None: there is no Content-Length."""
         self._is_chunked = False
         self._has_body = True
 
     @property
     def num_buffered(self) -> int:
-        """Bytes of the request's body that nobody has taken yet."""
+        """Bytes of the request's body that the application has not read yet."""
         return len(self._body)
 
     # What comes from the connection
@@ -113,7 +113,7 @@ class Exchange:
         self._changed.set()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Give up the request: what came is no HTTP. It is raised when the application asks for more of the body."""
+        """Give up the request: further bytes are not HTTP. `receive` raises the refusal."""
         self._refusal = refusal
         self.keep_alive = False
         self.end_body()
@@ -145,7 +145,7 @@ class Exchange:
         """Return the next piece of the body, or that the client has gone or has its answer.
 
         Raises:
-            Refusal: what came is no HTTP.
+            Refusal: the client sent bytes that are not HTTP.
         """
         if self._expects_continue and self.has_more and not self._has_begun and not self._is_gone:
             self._expects_continue = False
