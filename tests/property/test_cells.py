@@ -129,11 +129,20 @@ class Cells(RuleBasedStateMachine):
         seed=st.integers(1, 2),
         salt=st.sampled_from(["", "", "salt"]),
         kind=st.sampled_from(["", "", "", "deterministic", "scored", "referenced"]),
+        is_known=st.booleans(),
     )
     def submit(
-        self, data: st.DataObject, more: str, max_tokens: int, temperature: float, seed: int, salt: str, kind: str
+        self,
+        data: st.DataObject,
+        more: str,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        salt: str,
+        kind: str,
+        is_known: bool,
     ) -> None:
-        if self.prompts and data.draw(st.booleans(), label="is a prompt once more"):
+        if self.prompts and is_known:
             text = data.draw(st.sampled_from(self.prompts), label="prompt")
         else:
             text = data.draw(st.sampled_from(self.texts), label="text")
